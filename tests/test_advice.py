@@ -332,7 +332,7 @@ def test_the_worst_comes_first():
     assert [one.severity for one in reconciled(mixed)] == ["critical", "warning", "note"]
     found = diagnosis_of("x", {"a": mixed[0], "b": None, "c": Undecided("log it")})
     assert found.worst() == "note" and found.reaches("note") and not found.reaches("warning")
-    assert "Nothing to change: b." in found.text() and "Cannot tell: c (log it)." in found.text()
+    assert "Checked and fine: b." in found.text() and "Cannot tell: c (log it)." in found.text()
 
 
 # Formats

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 import scoregram.advice
 from scoregram import cli
 from scoregram.advice import LOG_RULES, Change, RunFinding, RunLog, advise, advise_log, run_log
-from scoregram.advice.diagnose import DEMOS
+from scoregram.advice.completion_rules import WITHOUT_ROLLOUTS
+from scoregram.advice.diagnose import DEMOS, _short_rollouts
 from scoregram.advice.findings import SEVERITIES, Alternative, Undecided, contradictions, reconciled
 from scoregram.advice.gram_rules import dominating_rollouts
 from scoregram.advice.policy_rules import long_stretches
@@ -420,3 +422,27 @@ def test_no_demo_names_a_function_that_the_wheel_does_not_have(name, capsys):
     said = capsys.readouterr().out
     assert "tests." not in said
     assert ("my_rewards:reward" in said) <= ("my_rewards:reward" in (DEMOS / name / "README.md").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("NaN", "1 of 60"), ("stuck batch", "29 of 59"), ("lost seed", "30 of 30")]
+)
+def test_a_share_of_counted_steps_is_told_as_the_count(name, count):
+    found = log_finding(name, log_of(**FAULTY[name]))
+    assert f"{found.label}: {count}; " in found.lines()[1]
+    counted, of = map(int, count.split(" of "))
+    assert found.number.value == counted / of
+
+
+def test_what_a_recorded_run_shows_is_called_checked_and_fine(capsys):
+    assert cli.main(["demo", "kl-blow-up"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Checked and fine: NaN," in said and "Nothing to change: " not in said
+    assert "If truncated completions already hold the answer: penalise" in said
+
+
+@pytest.mark.parametrize(("steps", "told"), [(1, "at 1 step has none"), (2, "at 2 steps have none")])
+def test_one_step_is_a_step(steps, told):
+    run = RunReading({}, (), [], [])
+    run.__dict__["folder"] = SimpleNamespace(rollout_steps=lambda: list(range(steps)))
+    assert _short_rollouts(WITHOUT_ROLLOUTS, run).needs.endswith(told)

@@ -13,10 +13,12 @@ import pytest
 
 from scoregram import __version__, cli, terminal
 from scoregram.advantages import ESTIMATORS
+from scoregram.advice import demo_names
 from scoregram.errors import ScoregramError
 from scoregram.studies.ledger import Claim, Finding, Verdict, as_printed
 from scoregram.theory.lab.comparison import EXTRA_CREDITS
 from scoregram.theory.lab.worlds import WORLDS
+from scoregram.training.config import STARTING_ALLOCATION, STARTING_GROUP_SIZE
 from tests.training_cases import save_policy
 
 VERDICTS = {str(verdict) for verdict in Verdict}
@@ -299,3 +301,17 @@ def test_a_missing_folder_names_the_command(command, tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")] if command == "filter" else []
     assert cli.main([command, str(tmp_path / "none"), *out]) == 2
     assert capsys.readouterr().err.startswith(f"scoregram: {command}: ")
+
+
+def test_the_help_of_demo_lists_the_recorded_runs(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert all(name in said for name in demo_names())
+
+
+def test_the_help_of_train_says_with_which_size_a_division_starts(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"auto: starts at {STARTING_GROUP_SIZE} ({STARTING_ALLOCATION} with --allocate)" in said

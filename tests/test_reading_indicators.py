@@ -304,10 +304,10 @@ def test_live_groups_of_some_steps_say_at_how_many(tmp_path):
 
 
 def test_a_step_of_much_noise_is_told_what_to_do():
-    assert _asked(Estimate(50.0, 40.0, 60.0), 64).startswith("Nothing to change: a step has more signal than noise")
+    assert _asked(Estimate(50.0, 40.0, 60.0), 64).startswith("Enough rollouts: a step has more signal than noise")
     for open_ in (Estimate(60.0, 50.0, 70.0), Estimate(math.inf, 246.0, math.inf)):
         told = _asked(open_, 64)
-        assert told == "Nothing to change yet: the data do not decide whether more rollouts would pay."
+        assert told == "Undecided: to know whether more rollouts per step would pay takes more measured steps."
     assert _asked(Estimate(900.0, 300.0, 2000.0), 64).startswith("Use more rollouts per step")
     told = "More rollouts per step would help; it is urgent once the whole interval lies above 4 times as many."
     assert _asked(Estimate(362.0, 211.0, 1790.0), 64) == told

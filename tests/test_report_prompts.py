@@ -150,6 +150,16 @@ def test_a_decision_to_stay_has_its_reason_too():
     assert "moved at 1 of 2 decisions" in table.caption and "last" not in table.caption
 
 
+@pytest.mark.parametrize(("allocate", "is_said"), [("uniform", False), ("measured", True)])
+def test_a_move_to_groups_that_cannot_be_divided_says_so_as_on_the_terminal(allocate, is_said):
+    known = {"group_size": 8, "next_group_size": 4, "best_group_size": 4, "error_ratio": 0.5, "agreement": 0.95}
+    lines = [{"step": 1} | {f"control/{name}": value for name, value in known.items()}]
+    (table,) = decision_table(RunReading({"group_size": "auto", "allocate": allocate}, (), lines, []))
+    assert str(table.rows[0][-1]).endswith("; groups of 4 are not divided unequally") == is_said
+    ((_, advice),) = group_size_decisions(lines)
+    assert table.rows[0][-1] == advice.words(is_divided=is_said)
+
+
 def test_a_long_run_shows_the_last_decisions_and_counts_all():
     (table,) = decision_table(decided_run(MOST_DECISIONS + 3))
     assert [row[0] for row in table.rows] == [*range(4, MOST_DECISIONS + 4)]

@@ -327,7 +327,7 @@ class Demo:
     """Diagnose a recorded run with a known fault; needs no model."""
 
     name: tyro.conf.Positional[str] = "dominating-rollout"
-    """Name of the recorded run; an unknown name lists the choices."""
+    """The recorded run: dominating-rollout, kl-blow-up or stuck-batch."""
     json: bool = False
     """Print the diagnosis alone, as strict JSON."""
 

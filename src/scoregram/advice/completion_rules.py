@@ -190,7 +190,7 @@ def _truncation_change(log: RunLog, is_most: bool) -> Change:
     ends = float(log.series("truncated").values.min()) < 1  # the model can sample its end-of-sequence token
     others = (
         *(() if ends else (f"If longer ones do not end either: {_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.",)),
-        f"If they hold the answer and go on after it: {after}.",
+        f"If truncated completions already hold the answer: {after}.",
     )
     if is_paid and not ends:
         return _ending_change(log, f"{_END_TOKEN}{shown * (trainer == TRL_TRAINER)}.")

@@ -258,7 +258,7 @@ def _short_rollouts(verdict: Undecided, run: RunReading) -> Undecided:
         return verdict
     return Undecided(
         f"sample longer completions: it is read from those of {4 * _GRAM_LENGTH} tokens or more, and the rollouts "
-        f"stored at {stored} steps have none"
+        f"stored at {stored} {'step has' if stored == 1 else 'steps have'} none"
     )
 
 
@@ -342,7 +342,7 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
             console.print(Text(f"  {line}"))
     console.print()
     if found.fine:
-        console.print(Text(f"Nothing to change: {', '.join(found.fine)}.", style="dim"))
+        console.print(Text(f"Checked and fine: {', '.join(found.fine)}.", style="dim"))
     for name, needs in found.undecided.items():
         console.print(Text(f"Cannot tell: {name}. To decide it, {needs}.", style="dim"))
 

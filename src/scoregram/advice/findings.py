@@ -89,6 +89,8 @@ class RunFinding:
     number: Estimate = field(default_factory=lambda: Estimate(math.nan))
     label: str = ""
     """What `number` is."""
+    count: str = ""
+    """`number` as a count, such as `1 of 40`, which is printed in its place; empty if it is none."""
     evidence: str
     """Which data the finding rests on, and the threshold."""
     change: Change | None = None
@@ -110,7 +112,8 @@ class RunFinding:
         since = "" if self.since is None else f" (since step {self.since})"
         if since and self.level:
             since = f" {self.level} since step {self.since}."
-        number = "" if math.isnan(self.number.value) else f"{self.label}{self.mark}: {cell_text(self.number)}; "
+        shown = self.count or cell_text(self.number)
+        number = "" if math.isnan(self.number.value) else f"{self.label}{self.mark}: {shown}; "
         told = [f"{self.sentence}{since}", f"Evidence, {self.confidence}: {number}{self.evidence}"]
         if self.change is not None:
             setting = f" Setting: {self.change.setting}." if self.change.setting else ""
@@ -187,7 +190,7 @@ class Diagnosis:
 
     def open_text(self) -> str:
         """What needs no change, and what the data do not decide, as paragraphs."""
-        fine = f"Nothing to change: {', '.join(self.fine)}." if self.fine else ""
+        fine = f"Checked and fine: {', '.join(self.fine)}." if self.fine else ""
         open_ = "; ".join(f"{name} ({needs})" for name, needs in self.undecided.items())
         return "\n\n".join(part for part in (fine, f"Cannot tell: {open_}." if open_ else "") if part)
 

@@ -57,6 +57,7 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
         since=bad[0],
         number=Estimate(share, share, share),
         label="share of steps that are not finite",
+        count=f"{len(bad)} of {len(log.lines)}",
         evidence="the last steps are finite, so the weights hold no NaN: these updates were left out or lost."
         if has_recovered
         else "one is enough: a NaN in the weights does not go away.",
@@ -126,6 +127,7 @@ def _rewards_not_finite(log: RunLog, bad: Sequence[int]) -> RunFinding:
         since=bad[0],
         number=Estimate(share, share, share),
         label="share of steps whose mean reward is not finite",
+        count=f"{len(bad)} of {len(log.lines)}",
         evidence="one is enough: a reward is NaN or infinite, or no rollout of the step has one.",
         change=Change(
             knob="reward function",
@@ -483,6 +485,7 @@ def stuck_batch(log: RunLog) -> RuleVerdict:
         since=found[0],
         number=Estimate(len(found) / (len(known) - 1)),
         label="share of steps that repeat the one before",
+        count=f"{len(found)} of {len(known) - 1}",
         evidence=f"found for {REPEATS} or more such steps, if equal numbers by chance have a probability below 1e-4. "
         "Several updates on each batch look the same where every update is logged"
         + (", and the repeats come in stretches of one length, as they would." if is_regular else "."),
@@ -526,6 +529,7 @@ def lost_seed(log: RunLog) -> RuleVerdict:
         since=steps[0],
         number=Estimate(len(steps) / (len(known) - lag)),
         label="share of steps that repeat the one at this distance",
+        count=f"{len(steps)} of {len(known) - lag}",
         evidence=f"found for {REPEATS} or more such steps, if equal numbers by chance have a probability below 1e-4.",
         change=Change(
             knob="seed",

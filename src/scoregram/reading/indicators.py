@@ -361,11 +361,11 @@ def _asked(scale: Estimate, batch: float | int) -> str:
     if scale.low > NOISE_ACT * batch:
         return "Use more rollouts per step: they raise the signal to noise in proportion."
     if scale.high <= batch:
-        return "Nothing to change: a step has more signal than noise."
+        return "Enough rollouts: a step has more signal than noise."
     if scale.low > batch and math.isfinite(scale.high):
         told = "More rollouts per step would help; it is urgent once the whole interval lies above"
         return f"{told} {NOISE_ACT:g} times as many."
-    return "Nothing to change yet: the data do not decide whether more rollouts would pay."
+    return "Undecided: to know whether more rollouts per step would pay takes more measured steps."
 
 
 def _needs(scale: Estimate, batch: float | int) -> str:

@@ -96,6 +96,7 @@ def decision_table(run: RunReading) -> Iterator[Table]:
     if not decided:
         return
     moved = sum(advice.recommended != advice.current for _, advice in decided)
+    is_divided = run.config.get("allocate", "uniform") != "uniform"
     told = f" The last {MOST_DECISIONS} of {len(decided)} decisions." if len(decided) > MOST_DECISIONS else ""
     rows: list[tuple[Cell, ...]] = [
         (
@@ -104,7 +105,7 @@ def decision_table(run: RunReading) -> Iterator[Table]:
             advice.best,
             advice.error_ratio,
             advice.agreement,
-            advice.sentence,
+            advice.words(is_divided=is_divided),
         )
         for step, advice in decided[-MOST_DECISIONS:]
     ]

@@ -87,6 +87,10 @@ def allocated_rollouts(
     return torch.tensor(sizes)
 
 
+UNDIVIDED_GROUP = 4
+"""Mean group size at which every prompt gets as many rollouts: fewer than 4 do not show the noise of a prompt."""
+
+
 @dataclass(frozen=True)
 class GroupSizeAdvice:
     """Whether another group size has less error at the same number of rollouts."""
@@ -117,6 +121,11 @@ class GroupSizeAdvice:
         if self.recommended == self.current:
             return f"group size stays {self.current}: {evidence}, too little to move"
         return f"group size {self.current} becomes {self.recommended}: {evidence}"
+
+    def words(self, *, is_divided: bool) -> str:
+        """`sentence`; where the rollouts of a step are divided among prompts, also that the next ones cannot be."""
+        ends_division = is_divided and self.recommended != self.current and self.recommended <= UNDIVIDED_GROUP
+        return self.sentence + (f"; groups of {UNDIVIDED_GROUP} are not divided unequally" if ends_division else "")
 
 
 def recommend_group_size(

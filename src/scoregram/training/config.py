@@ -133,8 +133,8 @@ class TrainConfig:
     batch_size: int = 64
     """Rollouts per step."""
     group_size: int | Literal["auto"] = 8
-    """Rollouts per prompt. auto: starts at 4 and moves, at the same batch_size, where the measured noise clearly
-    favours another size (docs/allocation.md)."""
+    """Rollouts per prompt. auto: starts at 4 (8 with --allocate) and moves, at the same batch_size, where the measured
+    noise clearly favours another size (docs/allocation.md)."""
     allocate: Literal["uniform", "success", "measured"] = "uniform"
     """How the rollouts of a step are divided among its prompts: equally, by the variance of the rewards at earlier
     visits of a prompt, or by the noise of its gradient measured then. The mean is group_size in every case."""

@@ -295,8 +295,7 @@ class Controller:
         scalars |= group_size_scalars(advice)
         if advice.recommended == advice.current:
             return scalars, None
-        is_least = self._config.allocate != "uniform" and advice.recommended <= SMALLEST_MEASURED_GROUP
-        return scalars, advice.sentence + ("; groups of 4 are not divided unequally" if is_least else "")
+        return scalars, advice.words(is_divided=self._config.allocate != "uniform")
 
     def _learn_rewards(self, step: Step) -> None:
         """Take the variance of a group's rewards as its noise, in groups with at least two rewards."""
