@@ -2,7 +2,8 @@
 
 The percentile bootstrap of three seeds is far too narrow. These are t intervals with one degree of freedom less than
 there are seeds; `bootstrap.t_mean` is the mean of one value per seed. Over seeds and problems, the variance is
-clustered by both.
+clustered by both. A t interval knows no bounds, so `bounded_interval` cuts it off at values that the quantity cannot
+exceed.
 
 Reference:
     Cameron, Gelbach & Miller 2011, doi:10.1198/jbes.2010.07136: `V = V_seeds + V_problems − V_cells`.
@@ -15,6 +16,9 @@ import numpy as np
 
 from scoregram.bootstrap import t_quantile
 from scoregram.exhibits import Estimate
+
+BETTER, WORSE, UNRESOLVED = "better", "worse", "cannot tell"
+"""The verdicts on a difference."""
 
 
 def ratio_over_seeds(above: Sequence[float], below: Sequence[float]) -> Estimate:
@@ -54,6 +58,23 @@ def mean_over_problems(values: np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
+def bounded_interval(estimate: Estimate, least: float, most: float) -> Estimate:
+    """The estimate with its interval cut off at `least` and `most`, the ends of what the quantity can be.
+
+    The quantity itself is never beyond an end, so the cut interval covers it exactly as often as the whole one. The
+    estimate does not change; where noise carries it beyond an end, the interval reaches to it.
+
+    Example:
+        >>> bounded_interval(Estimate(3.0, -2.0, 8.0), 0.0, math.inf)  # minutes
+        Estimate(value=3.0, low=0.0, high=8.0)
+    """
+    if math.isnan(estimate.low) or math.isnan(estimate.high):  # one seed: there is no interval
+        return estimate
+    low = min(max(estimate.low, least), most, estimate.value)
+    high = max(min(estimate.high, most), least, estimate.value)
+    return Estimate(estimate.value, low, high)
+
+
 def verdict(difference: Estimate) -> str:
     """`better` or `worse` if the interval excludes 0; otherwise, and without an interval, `cannot tell`.
 
@@ -62,5 +83,5 @@ def verdict(difference: Estimate) -> str:
         ('better', 'cannot tell', 'cannot tell')
     """
     if difference.low > 0:
-        return "better"
-    return "worse" if difference.high < 0 else "cannot tell"
+        return BETTER
+    return WORSE if difference.high < 0 else UNRESOLVED

@@ -12,7 +12,7 @@ import numpy as np
 
 from scoregram.bootstrap import t_mean
 from scoregram.checks import fail
-from scoregram.compare.intervals import mean_over_problems, ratio_over_seeds
+from scoregram.compare.intervals import bounded_interval, mean_over_problems, ratio_over_seeds
 from scoregram.exhibits import Cell, Estimate
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading, read_run, split_kinds
 from scoregram.runs import CONFIG_FILE, open_run
@@ -32,6 +32,11 @@ class RankedOutcome:
     ends: tuple[float, float]
     """Least and largest mean."""
 
+    @property
+    def gain_ends(self) -> tuple[float, float]:
+        """Least and largest difference of two means."""
+        return self.ends[0] - self.ends[1], self.ends[1] - self.ends[0]
+
     def of(self, reward: float) -> float:
         """The outcome of one problem. A missing reward is a wrong answer for the accuracy, and `nan` for a return."""
         return float(reward >= 1) if self is ACCURACY else reward
@@ -50,6 +55,8 @@ def require_accuracy(target: float, reason: str) -> None:
 
 
 ACCURACY = RankedOutcome("accuracy", "accuracy", 100.0, "points", (0.0, 1.0))
+POSITIVE, SHARE, CORRELATION = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
+"""The least and the largest value of a time or power, a share and a correlation."""
 MEAN_RETURN = RankedOutcome("mean return", "reward", 1.0, "return", (-math.inf, math.inf))
 
 
@@ -146,19 +153,20 @@ class MethodResult:
         if not tested:
             return Estimate(math.nan)
         rows = self.outcome_rows(split, outcome, list(tested), shared_problems(tested.values()))
-        found = mean_over_problems(rows)
-        low, high = (float(np.clip(end, *outcome.ends)) for end in (found.low, found.high))
-        return Estimate(found.value, low, high)
+        return bounded_interval(mean_over_problems(rows), *outcome.ends)
 
     def gain_over(self, other: "MethodResult", outcome: RankedOutcome = ACCURACY) -> Estimate:
-        """Mean outcome minus that of another method, on the same seeds and test problems."""
+        """Mean outcome minus that of another method, on the same seeds and test problems.
+
+        The interval of an accuracy is cut off at 100 points.
+        """
         mine, theirs = ({run.seed: run.outcomes("", outcome) for run in one.runs} for one in (self, other))
         seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
         if not seeds:
             return Estimate(math.nan)
         problems = shared_problems([table[seed] for table in (mine, theirs) for seed in seeds])
         rows = [one.outcome_rows("", outcome, seeds, problems) for one in (self, other)]
-        return mean_over_problems(rows[0] - rows[1])
+        return bounded_interval(mean_over_problems(rows[0] - rows[1]), *outcome.gain_ends)
 
     def rollouts_to(self, level: float, outcome: RankedOutcome = ACCURACY) -> Cell:
         """Mean over seeds of the rollouts to reach a level; if some seeds never reached it, how many did."""
@@ -166,31 +174,39 @@ class MethodResult:
         reached = [value for value in needed if math.isfinite(value)]
         if len(reached) < len(needed):
             return f"{len(reached)} of {len(needed)} seeds"
-        return t_mean(needed)
+        return bounded_interval(t_mean(needed), *POSITIVE)
+
+    def minutes(self) -> Estimate:
+        """Wall time of a run."""
+        return bounded_interval(t_mean([run.seconds / 60 for run in self.runs]), *POSITIVE)
 
     def extra(self) -> Estimate:
         """Share of the sampled rollouts that no update was computed from: prefixes, greedy ones, dropped groups."""
         all_of_them = [float(run.rollouts) for run in self.runs]
-        return ratio_over_seeds([float(run.rollouts - run.trained) for run in self.runs], all_of_them)
+        left = [float(run.rollouts - run.trained) for run in self.runs]
+        return bounded_interval(ratio_over_seeds(left, all_of_them), *SHARE)
 
     def signal_to_noise(self) -> Estimate:
-        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over the measured steps of the last third."""
+        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over the measured steps of the last third.
+
+        The signal is an unbiased estimate and may be below 0, so the interval is not cut off there.
+        """
         pooled = [run.run.update_power for run in self.runs]
         return ratio_over_seeds([power.signal for power in pooled], [power.noise for power in pooled])
 
     def noise(self) -> Estimate:
         """`E|ĝ − E ĝ|²` of the update `ĝ`, mean over the measured steps of the last third."""
-        return t_mean([run.run.update_power.noise for run in self.runs])
+        return bounded_interval(t_mean([run.run.update_power.noise for run in self.runs]), *POSITIVE)
 
     def rank_over_null(self) -> Estimate:
         """Mean effective rank of the groups of the last third over the mean of its null."""
         ranks = [run.run.rank_means for run in self.runs]
         known = [pair for pair in ranks if not math.isnan(pair[0])]
-        return ratio_over_seeds([rank for rank, _ in known], [null for _, null in known])
+        return bounded_interval(ratio_over_seeds([rank for rank, _ in known], [null for _, null in known]), *POSITIVE)
 
-    def mean(self, name: str) -> Estimate:
-        """Mean over seeds of the mean of a scalar over the last third."""
-        return t_mean([run.run.last_mean(name) for run in self.runs])
+    def mean(self, name: str, ends: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
+        """Mean over seeds of the mean of a scalar over the last third; `ends` are its least and largest value."""
+        return bounded_interval(t_mean([run.run.last_mean(name) for run in self.runs]), *ends)
 
 
 def shared_problems(tables: Any) -> list[str]:

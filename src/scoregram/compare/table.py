@@ -11,9 +11,12 @@ from typing import Any
 
 from scoregram.bootstrap import t_mean
 from scoregram.checks import fail
-from scoregram.compare.intervals import verdict
+from scoregram.compare.intervals import BETTER, UNRESOLVED, WORSE, bounded_interval, verdict
 from scoregram.compare.results import (
     ACCURACY,
+    CORRELATION,
+    POSITIVE,
+    SHARE,
     MethodComparison,
     MethodResult,
     RankedOutcome,
@@ -42,7 +45,9 @@ change in the probability of success. Error is a root mean square in units of re
 log-probability that the update made (push). If every token gets credit of the same size, filler's share of credit is \
 its share of tokens.
 - measured steps: those of the last third of a run, as in the report of a run.
-- intervals: 95 %, t distribution over seeds; accuracy over seeds and problems."""
+- intervals: 95 %, t distribution over seeds; accuracy over seeds and problems. They are cut off where the quantity \
+cannot be, such as below 0 minutes or beyond 100 points of accuracy; this does not change how often they cover it. That of update signal to noise is whole: \
+the estimate itself may be below 0."""
 
 OUTCOME_CAPTIONS = {
     "accuracy": "Accuracies in %, greedy.",
@@ -112,18 +117,16 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     (first, *others), outcome = comparison.methods, comparison.outcome
     unfinished = [method.label for method in comparison.methods if not method.runs]
     digits = 1 if outcome is ACCURACY else 3
-    said: dict[str, list[str]] = {"better": [], "worse": [], "cannot tell": []}
+    said: dict[str, list[str]] = {BETTER: [], WORSE: [], UNRESOLVED: []}
     for method in others if first.runs else ():
         if not method.runs:
             continue
         gain = method.gain_over(first, outcome)
         said[verdict(gain)].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
-    parts = [
-        f"{', '.join(names)} {word} than {first.label}" for word, names in said.items() if names and " " not in word
-    ]
-    if said["cannot tell"]:
-        parts.append(f"no significant difference to {first.label} for {', '.join(said['cannot tell'])}")
+    parts = [f"{', '.join(said[word])} {word} than {first.label}" for word in (BETTER, WORSE) if said[word]]
+    if said[UNRESOLVED]:
+        parts.append(f"no significant difference to {first.label} for {', '.join(said[UNRESOLVED])}")
     if unfinished:
         parts.append(f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} no finished run")
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
@@ -147,7 +150,7 @@ def accuracy_table(comparison: MethodComparison) -> Table:
         **({} if math.isnan(target) else reached),
         "steps": lambda method: round(sum(run.steps for run in method.runs) / len(method.runs)),
         "extra rollouts, %": lambda method: shown_estimate(method.extra(), ACCURACY).value,
-        "minutes": lambda method: t_mean([run.seconds / 60 for run in method.runs]),
+        "minutes": MethodResult.minutes,
     }
     budget, stated = f"{comparison.setting['rollouts']:,}", comparison.setting.get("target")
     left_out = f" The target {stated} is no accuracy (write 0.8 for 80 %); its column is left out."
@@ -175,19 +178,19 @@ def gain_column(first: MethodResult, outcome: RankedOutcome) -> Callable[[Method
 def update_table(comparison: MethodComparison) -> Table:
     """Signal, noise, rank and credit of the updates of each method, means over the last third of its steps."""
     scalars = {
-        "credit correlation": "credit/correlation",
-        "credit error": "credit/error",
-        "filler share of credit": "credit/filler_share",
-        "filler share of push": "push/filler_share",
-        "filler tokens": "credit/filler_tokens",
-        "push correlation": "push/correlation",
+        "credit correlation": ("credit/correlation", CORRELATION),
+        "credit error": ("credit/error", POSITIVE),
+        "filler share of credit": ("credit/filler_share", SHARE),
+        "filler share of push": ("push/filler_share", SHARE),
+        "filler tokens": ("credit/filler_tokens", SHARE),
+        "push correlation": ("push/correlation", CORRELATION),
     }
     columns: dict[str, Callable[[MethodResult], Cell]] = {
         "method": lambda method: method.label,
         "update signal to noise": MethodResult.signal_to_noise,
         "noise": MethodResult.noise,
         "rank over null": MethodResult.rank_over_null,
-        **{shown: scalar_column(name) for shown, name in scalars.items()},
+        **{shown: scalar_column(name, ends) for shown, (name, ends) in scalars.items()},
     }
     return Table(
         id="updates",
@@ -199,9 +202,9 @@ def update_table(comparison: MethodComparison) -> Table:
     )
 
 
-def scalar_column(name: str) -> Callable[[MethodResult], Cell]:
-    """The column with the mean of a scalar."""
-    return lambda method: method.mean(name)
+def scalar_column(name: str, ends: tuple[float, float]) -> Callable[[MethodResult], Cell]:
+    """The column with the mean of a scalar, whose least and largest values are `ends`."""
+    return lambda method: method.mean(name, ends)
 
 
 def table_rows(
@@ -220,7 +223,8 @@ def accuracy_figure(comparison: MethodComparison) -> Figure:
     for method in comparison.methods:
         curves = [run.outcome_at(grid, outcome) for run in method.runs if run.evaluations(outcome)]
         if curves:
-            points = [t_mean([float(curve[place]) for curve in curves]) for place in range(len(grid))]
+            means = [t_mean([float(curve[place]) for curve in curves]) for place in range(len(grid))]
+            points = [bounded_interval(mean, *outcome.ends) for mean in means]
             y, low, high = (tuple(getattr(point, end) for point in points) for end in ("value", "low", "high"))
             lines.append(Series(method.label, tuple(grid), y, low, high))
     return Figure(
