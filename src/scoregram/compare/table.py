@@ -46,8 +46,8 @@ log-probability that the update made (push). If every token gets credit of the s
 its share of tokens.
 - measured steps: those of the last third of a run, as in the report of a run.
 - intervals: 95 %, t distribution over seeds; accuracy over seeds and problems. They are cut off where the quantity \
-cannot be, such as below 0 minutes or beyond 100 points of accuracy; this does not change how often they cover it. That of update signal to noise is whole: \
-the estimate itself may be below 0."""
+cannot be, such as below 0 minutes or beyond 100 points of accuracy; this does not change how often they cover it. \
+That of update signal to noise is whole: the estimate itself may be below 0."""
 
 OUTCOME_CAPTIONS = {
     "accuracy": "Accuracies in %, greedy.",
