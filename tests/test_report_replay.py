@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from scoregram.checks import ScoregramError
 from scoregram.cli import WhatIf, parsed_command
-from scoregram.exhibits import Estimate
+from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import Replay, ReplayedRun, StoredGroup, read_run, wrong_over_right_energy
 from scoregram.reading.replay import USUAL
 from scoregram.report import replay_table, show_table
@@ -23,6 +24,7 @@ from scoregram.report.replay_table import (
     ESTIMATOR_WORDS,
     OWN_MARK,
     estimator_table,
+    left_out_text,
     show_replay,
     what_if_table,
 )
@@ -192,3 +194,65 @@ def test_the_caption_says_that_the_reference_is_1_by_definition_without_weights(
 def test_a_single_estimator_may_be_asked_for_in_the_singular():
     asked = [parsed_command(["whatif", "run", option, "rloo"]) for option in ("--estimator", "--estimators")]
     assert asked[0] == asked[1] == WhatIf(Path("run"), estimators=("rloo",))
+
+
+# What the table leaves out
+
+
+def test_a_number_whose_interval_has_no_ends_is_a_dash(run, monkeypatch):
+    endless, half_open = Estimate(3.3, -math.inf, math.inf), Estimate(3.3, 1.2, math.inf)
+    rows = [row(name, Estimate(0.2, 0.1, 0.5), one) for name, one in (("grpo", endless), ("tic", half_open))]
+    page = table(run, monkeypatch, *rows)
+    shown = {one[0]: [cell_text(cell) for cell in one[-2:]] for one in page.rows}
+    assert shown == {"grpo": ["–", "–"], "tic": ["3.30 [1.20, ∞]", "1.00 [1.00, 1.00]"]}
+    found = ReplayedRun(groups=40, run_size=8, group_size=4, weights="uniform", rows=tuple(rows))
+    terminal = {one[0]: [cell_text(cell) for cell in one[4:6]] for one in estimator_table(found, "").rows}
+    assert terminal == shown and "has no ends" in page.caption
+
+
+def of_sizes(run, sizes, **config):
+    """The run with groups of these sizes in its last third, cut out of its own groups."""
+    groups = [
+        StoredGroup(
+            replace(
+                group.record,
+                rewards=group.record.rewards[:size],
+                advantages=group.record.advantages[:size],
+                lengths=group.record.lengths[:size],
+                gram=group.record.gram[:size, :size],
+            )
+        )
+        for group, size in zip(run.last_groups, sizes, strict=True)
+    ]
+    return replace(run, groups=groups, config={"group_size": 4, **config})
+
+
+def test_it_says_how_many_groups_are_replayed_and_why(run):
+    assert len(run.last_groups) == 6 and left_out_text(run, 4) == ""
+    divided = of_sizes(run, [4, 4, 2, 3, 4, 3], allocate="measured")
+    told = "3 of the 6 measured groups of the last third can be replayed: estimators are compared in groups of one "
+    told += "size, 4 rollouts, and 3 have another (2 to 3; `--allocate measured` gave them others)."
+    assert left_out_text(divided, 4) == told
+    assert "(3; the run changed the size)" in left_out_text(of_sizes(run, [4, 4, 4, 3, 4, 4]), 4)
+    one = run.last_groups[0]
+    lacking = replace(one.record, rewards=torch.tensor([math.nan, 1.0, 0.0, 0.0], dtype=torch.float64))
+    short = replace(run, groups=[StoredGroup(lacking), *run.last_groups[1:]])
+    assert left_out_text(short, 4).startswith("5 of the 6") and left_out_text(short, 4).endswith(": 1 lacks a reward.")
+
+
+def test_the_command_and_the_page_say_so(run, monkeypatch, capsys):
+    divided = of_sizes(run, [4, 4, 2, 3, 4, 3], allocate="measured")
+    monkeypatch.setattr(replay_table, "open_run", lambda folder: folder)
+    monkeypatch.setattr(replay_table, "read_run", lambda folder: divided)
+    assert show_replay(run.folder.folder, ("rloo",), group_size=2) == 0
+    assert "3 of the 6 measured groups" in " ".join(capsys.readouterr().out.split())
+    assert show_replay(run.folder.folder, ("rloo",), group_size=2, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"] == 3 and found["left_out"].startswith("3 of the 6")
+    (page,) = what_if_table(divided)
+    assert "3 of the 6 measured groups" in page.caption
+
+
+def test_a_run_without_a_group_of_the_mean_size_says_that_it_has_others(run):
+    with pytest.raises(ScoregramError, match="0 in the last third, of 4 rollouts, and 6 of other sizes"):
+        of_sizes(run, [3, 3, 2, 3, 2, 3], allocate="measured").what_if("rloo")

@@ -207,7 +207,8 @@ def replayable_groups(stored: Sequence[StoredGroup], size: int) -> list[StoredGr
     """The groups of `size` rollouts, at least four, that have all rewards and a Gram of scores."""
     groups = [group for group in stored if group.size == size and group.is_complete]
     if not groups or size < 4:
-        got = f"{len(groups)} in the last third, of {size} rollouts"
+        others = sum(group.size != size for group in stored)
+        got = f"{len(groups)} in the last third, of {size} rollouts{f', and {others} of other sizes' * (others > 0)}"
         remedy = "Measure more steps, or larger groups."
         fail(_CALLER, "a run needs measured groups of four rollouts or more with all rewards", got, remedy)
     return groups

@@ -81,8 +81,8 @@ def what_if_table(run: RunReading) -> Iterator[Table]:
             row.estimator + OWN_MARK * (row.estimator == own),
             ESTIMATOR_WORDS.get(row.estimator, ""),
             row.snr,
-            row.efficiency,
-            shown_direction(row.direction),
+            concluded(row.efficiency),
+            shown_direction(concluded(row.direction)),
         )
         for row in order
     ]
@@ -130,14 +130,16 @@ def _caption(run: RunReading, replayed: ReplayedRun, own: str, has_efficiency: b
     if has_efficiency:
         yield (
             "Efficiency: signal to noise over that of rloo, 2 means half as many groups. Direction: cosine with the "
-            f"true gradient; {DIRECTION_LIMIT}. –: the interval of the signal to noise includes 0, or parts of "
-            f"{half} rollouts cannot tell the estimator from rloo."
+            f"true gradient; {DIRECTION_LIMIT}. –: the interval of the signal to noise includes 0, that of the number "
+            f"has no ends, or parts of {half} rollouts cannot tell the estimator from rloo."
         )
     else:
         yield (
             "Efficiency and direction are left out: they compare with rloo, whose signal is not resolved on these "
             "groups."
         )
+    if told := left_out_text(run, size):
+        yield told
     if told := _why_no_baseline(run, replayed.rows, own):
         yield told
 
@@ -167,6 +169,39 @@ def _is_empty(cell: Cell) -> bool:
     return isinstance(cell, Estimate) and math.isnan(cell.value)
 
 
+def left_out_text(run: RunReading, size: int) -> str:
+    """How many of the measured groups of the last third have `size` rollouts, and why the others are not replayed.
+
+    Empty if all of them have that size and all rewards.
+    """
+    measured = [group for group in run.last_measured if group.record.rows == "scores" and group.record.gram is not None]
+    others = [group.size for group in measured if group.size != size]
+    incomplete = sum(group.size == size and not group.is_complete for group in measured)
+    if not others and not incomplete:
+        return ""
+    told = f"{len(measured) - len(others) - incomplete} of the {len(measured)} measured groups of the last third can "
+    told += "be replayed: "
+    reasons = []
+    if others:
+        least, most = min(others), max(others)
+        sizes = f"{least}" if least == most else f"{least} to {most}"
+        divided = run.config.get("allocate", "uniform")
+        why = f"`--allocate {divided}` gave them others" if divided != "uniform" else "the run changed the size"
+        reasons.append(
+            f"estimators are compared in groups of one size, {size} rollouts, and {len(others)} have another "
+            f"({sizes}; {why})"
+        )
+    if incomplete:
+        reasons.append(f"{incomplete} lack{'s' * (incomplete == 1)} a reward")
+    return f"{told}{'; '.join(reasons)}."
+
+
+def concluded(estimate: Estimate) -> Estimate:
+    """An estimate, or `nan` if its interval has no ends: then the data say nothing about it."""
+    has_no_ends = estimate.low == -math.inf and estimate.high == math.inf
+    return Estimate(math.nan) if has_no_ends else estimate
+
+
 def shown_direction(estimate: Estimate) -> Estimate:
     """An estimate of a cosine with its interval, cut off at -1 and 1."""
     return Estimate(*(max(-1.0, min(1.0, x)) if x == x else x for x in (estimate.value, estimate.low, estimate.high)))
@@ -190,12 +225,15 @@ def show_replay(
     if as_json:
         trust = {"mark": run.trust.mark.strip(" ()"), "trust": run.trust.sentences()}
         noise = {"noise": json_value({name: asdict(getattr(run.noise(), name)) for name in POOLED})}
-        print(json.dumps(json_value(asdict(found)) | noise | trust, indent=1, allow_nan=False))
+        left_out = {"left_out": left_out_text(run, found.run_size) or None}
+        print(json.dumps(json_value(asdict(found)) | noise | trust | left_out, indent=1, allow_nan=False))
         return 0
     console = Console()
     if sentence := run.noise().sentence():
         console.print(f"The update of a step: {sentence}.")
     show_table(estimator_table(found, run.trust.mark), console)
+    if sentence := left_out_text(run, found.run_size):
+        console.print(sentence)
     for sentence in run.trust.sentences():
         console.print(sentence, style="dim")
     return 0
@@ -242,5 +280,5 @@ def _reference_text(found: ReplayedRun) -> str:
 
 def _terminal_cells(row: Replay) -> Iterator[Estimate]:
     for field in TERMINAL_FIELDS.values():
-        cell = getattr(row, field)
+        cell = concluded(getattr(row, field))
         yield shown_direction(cell) if field == "direction" else cell
