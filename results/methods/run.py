@@ -134,6 +134,11 @@ FURTHER = (
 
 The last two lines have no run yet.
 """
+LATER = {"ppo-whitened": ("arithmetic", "compositions", "calculator", "stopping", "rotate_matrix")}
+"""Method → tasks of the embedded policy on which it has no run yet: it came after the others.
+
+`--methods ppo-whitened` trains them; `collect.py --untimed` adds them to the records.
+"""
 OWN_CRITIC = ("ppo-whitened", "ppo-monte-carlo", "reinforce-critic")
 """Further methods whose critic has a learning rate of its own, as that of `ppo` in the first comparison."""
 
