@@ -18,8 +18,9 @@ from scoregram import cli
 from scoregram.advice import LOG_RULES, RunFinding, RunLog, advise_log, run_log
 from scoregram.advice.completion_rules import least_truncated_reward
 from scoregram.advice.findings import SEVERITIES, Change, Undecided, contradictions, diagnosis_of, reconciled
+from scoregram.advice.gradient_rules import spike_steps
 from scoregram.advice.logs import SPELLINGS
-from scoregram.advice.policy_rules import chance_agreement, collapse_step, most_repeated, spike_steps
+from scoregram.advice.policy_rules import chance_agreement, collapse_step, most_repeated
 from scoregram.advice.reward_rules import dead_kinds
 from scoregram.advice.trends import slope_estimate, step_correlation
 from scoregram.exhibits import Estimate

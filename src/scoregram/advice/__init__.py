@@ -1,7 +1,7 @@
 """What is wrong with a run and what to change, by stated rules.
 
 ```
-a log of any trainer ──► formats ──► RunLog ──► reward_rules, completion_rules, policy_rules ─┐
+a log of any trainer ──► formats ──► RunLog ──► reward_, completion_, gradient_, policy_rules ┐
 run folder ──► reading ──► RunReading ──────────► gram_rules, prompt_rules, noise_rules ──────┴──► Diagnosis
 ```
 

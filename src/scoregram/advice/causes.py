@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from scoregram.advice.completion_rules import MOSTLY_TRUNCATED
 from scoregram.advice.findings import SEVERITIES, RuleVerdict, RunFinding
+from scoregram.advice.gradient_rules import not_finite_log_steps
 from scoregram.advice.logs import RunLog
-from scoregram.advice.policy_rules import not_finite_log_steps
 from scoregram.advice.reward_rules import deferred_verdict
 from scoregram.advice.trends import LEAST_STEPS
 

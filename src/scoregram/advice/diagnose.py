@@ -13,7 +13,15 @@ from types import MappingProxyType
 from rich.console import Console
 from rich.text import Text
 
-from scoregram.advice import completion_rules, gram_rules, noise_rules, policy_rules, prompt_rules, reward_rules
+from scoregram.advice import (
+    completion_rules,
+    gradient_rules,
+    gram_rules,
+    noise_rules,
+    policy_rules,
+    prompt_rules,
+    reward_rules,
+)
 from scoregram.advice.causes import causes_first
 from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
@@ -27,7 +35,7 @@ from scoregram.runs import CONFIG_FILE, TRAINING_KINDS, open_run, require_path
 
 LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
     {
-        "NaN": policy_rules.not_finite_steps,
+        "NaN": gradient_rules.not_finite_steps,
         "constant reward": reward_rules.constant_reward,
         "stuck batch": policy_rules.stuck_batch,
         "lost seed": policy_rules.lost_seed,
@@ -41,7 +49,7 @@ LOG_RULES: Mapping[str, Callable[[RunLog], RuleVerdict]] = MappingProxyType(
         "falling reward": reward_rules.falling_reward,
         "reward spread death": reward_rules.reward_spread_death,
         "length gaming": reward_rules.length_gaming,
-        "gradient spikes": policy_rules.gradient_spikes,
+        "gradient spikes": gradient_rules.gradient_spikes,
         "clip saturation": policy_rules.clip_saturation,
         "idle clipping": policy_rules.idle_clipping,
         "throughput rot": policy_rules.throughput_rot,
@@ -229,7 +237,7 @@ def _attributed(finding: RunFinding, run: RunReading, log: RunLog) -> RunFinding
 
     The worst measured one; without it if no spike was measured, the self-checks failed, or no rollout has a gradient.
     """
-    spikes = policy_rules.spike_steps(log.series("grad_norm"))
+    spikes = gradient_rules.spike_steps(log.series("grad_norm"))
     measured = spikes.keys() & set(run.usable_steps)
     if not measured:
         return finding
