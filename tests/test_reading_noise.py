@@ -93,6 +93,23 @@ def test_the_level_of_the_intervals_can_be_chosen():
         assert outer.low < inner.low <= inner.value == outer.value <= inner.high < outer.high, name
 
 
+def test_every_step_has_its_own_group_size():
+    """Half of the pooled steps have groups of 4, the others of 8; each step alone has its error by its own size."""
+    rng = np.random.default_rng(2)
+    rows = [NoiseComponents(*(1 + rng.random(4))) for _ in range(18)]
+    lines = [line(step, one) | ({"control/group_size": 8} if step % 2 else {}) for step, one in enumerate(rows)]
+    last = list(enumerate(rows))[-6:]
+    sizes = [8 if step % 2 else 4 for step, _ in last]
+    alone = [run_noise([line(0, one)], size) for (_, one), size in zip(last, sizes, strict=True)]
+    signals = np.array([one.gradient_squared for _, one in last])
+    signal, error = signals.mean(), np.mean(signals / [noise.snr.value for noise in alone])
+    scale = np.mean(signals * [noise.noise_scale.value for noise in alone])
+    found = run_noise(lines, 4)
+    assert found.snr.value == pytest.approx(signal / error) and found.group_size == 8
+    assert found.noise_scale.value == pytest.approx(scale / signal)
+    assert run_noise([one | {"control/group_size": 4} for one in lines], None).steps == 6
+
+
 def test_no_signal_gives_an_infinite_noise_scale_and_no_difference_an_infinite_group():
     noise = run_noise([line(step, NoiseComponents(-1.0, -1.0, 4.0, 6.0)) for step in range(15)], 4)
     assert noise.noise_scale.value == math.inf == noise.noise_scale.low and noise.snr.high < 0

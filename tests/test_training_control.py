@@ -310,6 +310,17 @@ def test_a_controlled_run_keeps_its_budget_resumes_and_replays(policy, tmp_path)
     assert used[11] == decided[0]["control/next_group_size"]
 
 
+def test_a_run_that_decides_its_group_size_has_one_signal_to_noise(policy, tmp_path, capsys):
+    """The terminal once took the next size for every step, and the page the most common one."""
+    config = config_for(policy, tmp_path / "run", steps=22, **RUN | {"allocate": "uniform", "rollouts_every": 5})
+    run = read_run(train(config).folder)
+    used = [line["control/group_size"] for line in run.lines]
+    assert len(set(used)) > 1 and run.group_size == used[-1]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert run.noise().sentence() in printed
+    assert run.trust.measured == len([line for line in run.lines if "gram/score_norm" in line]) > len(run.usable_steps)
+
+
 @pytest.mark.parametrize("changes", [{"allocate": "measured"}, {"allocate": "success"}, {"draw": "measured"}])
 def test_a_controlled_run_in_passes_is_the_same_run(changes, policy, tmp_path):
     changes = RUN | {"group_size": 8, "allocate": "uniform"} | changes

@@ -54,6 +54,7 @@ from scoregram.reading.group import mean_over_groups as mean_over_groups
 from scoregram.reading.group import outcomes_of as outcomes_of
 from scoregram.reading.group import read_group as read_group
 from scoregram.reading.group import step_stretches as step_stretches
+from scoregram.reading.group_sizes import GROUP_SIZE as GROUP_SIZE
 from scoregram.reading.group_sizes import GROUP_SIZE_WINDOW as GROUP_SIZE_WINDOW
 from scoregram.reading.group_sizes import BatchSizeAdvice as BatchSizeAdvice
 from scoregram.reading.group_sizes import Recommendation as Recommendation

@@ -12,6 +12,8 @@ from typing import Any
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.statistics import GroupSizeAdvice, NoiseComponents
 
+GROUP_SIZE = "control/group_size"
+"""Scalar of a step: its rollouts per prompt, where the run decides about them or recommends others."""
 GROUP_SIZE_WINDOW = 20
 """Measured steps whose noise decides about the group size: the last ones before the decision."""
 REPLAYED_SCALARS = ("gradient_squared", "between_prompts", "within_prompt", "group_baseline")
@@ -67,7 +69,7 @@ def group_size_decisions(lines: Sequence[_Line]) -> list[tuple[int, GroupSizeAdv
         if "control/next_group_size" not in line:
             continue
         advice = GroupSizeAdvice(
-            current=int(line["control/group_size"]),
+            current=int(line[GROUP_SIZE]),
             recommended=int(line["control/next_group_size"]),
             best=int(line["control/best_group_size"]),
             error_ratio=float(line.get("control/error_ratio", math.nan)),
@@ -144,7 +146,7 @@ class Recommendation:
     def scalars(self) -> dict[str, float | int]:
         """The recommendation as scalars of its line."""
         counts = {_FINDINGS.format(severity): count for severity, count in self.findings.items()}
-        sizes = {} if self.group_size is None else {"control/group_size": self.group_size.current}
+        sizes = {} if self.group_size is None else {GROUP_SIZE: self.group_size.current}
         sizes |= {} if self.group_size is None else group_size_scalars(self.group_size)
         return {APPLIED: 0} | sizes | ({} if self.batch_size is None else self.batch_size.scalars()) | counts
 

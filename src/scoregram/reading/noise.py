@@ -15,6 +15,7 @@ import numpy as np
 from scoregram.bootstrap import FEWEST, LEVEL, fieller_ratio, if_enough
 from scoregram.checks import fail
 from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading.group_sizes import GROUP_SIZE
 from scoregram.statistics import NoiseComponents, batch_mse
 
 MEASURED = "gram/score_norm"
@@ -39,6 +40,7 @@ class RunNoise:
     first_step: int = 0
     last_step: int = 0
     group_size: int = 0
+    """Rollouts per prompt of the last step."""
     prompts: float = math.nan
     """Mean number of prompts per step that have every reward; noise is estimated from these."""
     components: NoiseComponents | None = None
@@ -146,17 +148,19 @@ def run_noise(
 
     Args:
         lines: One mapping per step with `step`, as in `metrics.jsonl`.
-        group_size: Rollouts per prompt; None or below 4 gives no numbers.
+        group_size: Rollouts per prompt of steps that did not log `control/group_size` themselves; None or below 4 gives
+            no numbers.
         failed: Steps whose self-check failed. If one is in this third, nothing is concluded from the others: they
             would be a selection.
         phase: The third; what a run should change next follows from the last one.
         level: Probability with which an interval holds the truth.
     """
-    pooled, size = phase_lines(lines, phase), group_size or 0
+    pooled = [{GROUP_SIZE: group_size or 0, **line} for line in phase_lines(lines, phase)]
+    size = int(pooled[-1][GROUP_SIZE]) if pooled else group_size or 0
     doubtful = set(failed)
     if size < 4 or not pooled or any(int(line["step"]) in doubtful for line in pooled):
         return RunNoise(steps=0, group_size=size)
-    rows = _columns(pooled, (*COMPONENTS, "gram/complete_prompts"))
+    rows = _columns(pooled, (*COMPONENTS, "gram/complete_prompts", GROUP_SIZE))
     saved = _columns(pooled, SAVING)
     steps = [int(line["step"]) for line in pooled]
     common: dict[str, Any] = {"first_step": steps[0], "last_step": steps[-1], "group_size": size}
@@ -165,8 +169,9 @@ def run_noise(
         return RunNoise(steps=len(saved), baseline_saving=saving, **common)
     parts = [NoiseComponents(*row[:4]) for row in rows.tolist()]
     signal = rows[:, 0]
-    error = np.array([batch_mse(one, max(1, int(row[4])), size) for one, row in zip(parts, rows, strict=True)])
-    per_rollout = np.array([size * batch_mse(one, 1, size) for one in parts])
+    shapes = [(one, max(1, int(row[4])), int(row[5])) for one, row in zip(parts, rows, strict=True)]
+    error = np.array([batch_mse(one, prompts, rollouts) for one, prompts, rollouts in shapes])
+    per_rollout = np.array([rollouts * batch_mse(one, 1, rollouts) for one, _, rollouts in shapes])
     return RunNoise(
         steps=len(rows),
         prompts=float(rows[:, 4].mean()),

@@ -29,6 +29,7 @@ from scoregram.reading.group import (
     with_nonzero_rows,
     with_rewards,
 )
+from scoregram.reading.group_sizes import GROUP_SIZE
 from scoregram.reading.noise import SAVING, RunNoise, phase_lines, run_noise
 from scoregram.reading.replay import (
     UNWEIGHTED,
@@ -167,9 +168,13 @@ class RunReading:
     def group_size(self) -> int | None:
         """The most common number of rollouts per prompt, else the config's; None if neither is known.
 
-        Where the trainer divides the rollouts of a step among its prompts, their mean, which the config has.
+        Where the trainer divides the rollouts of a step among its prompts, their mean, which the config has. Where it
+        decides the group size, that of the last step that logged it.
         """
         stated = self.config.get("group_size")
+        decided = [int(line[GROUP_SIZE]) for line in self.lines if GROUP_SIZE in line] if stated == "auto" else []
+        if decided:
+            return decided[-1]
         if isinstance(stated, int) and self.config.get("allocate", "uniform") != "uniform":
             return stated
         sizes = Counter(group.size for group in self.groups if self.has_whole_groups)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from scoregram.bootstrap import FEWEST
 from scoregram.reading.group import StoredGroup
-from scoregram.reading.noise import last_third_size
+from scoregram.reading.noise import MEASURED, last_third_size
 from scoregram.runs import CHECK_PASSED, has_failed_check
 
 CHECK_COLUMN = "check_passed"
@@ -29,7 +29,7 @@ class Trust:
     """What a reader must know before using the numbers of a run."""
 
     measured: int
-    """Steps with a Gram."""
+    """Steps whose scores were measured: those that logged it, and those with a stored Gram."""
     errors: Mapping[int, float] = field(default_factory=dict)
     """Step → relative error of its self-check, `nan` if nothing could be compared; empty without self-checks."""
     failed: frozenset[int] = frozenset()
@@ -138,7 +138,7 @@ def trust_of(
     errors = {int(line["step"]): float(line.get(CHECK_ERROR, math.nan)) for line in lines if CHECK_PASSED in line}
     failed = {int(line["step"]) for line in lines if has_failed_check(line)}
     norm_only = {int(line["step"]) for line in lines if line.get(CHECK_ROLLOUTS, 1) == 0}
-    measured: set[int] = set()
+    measured = {int(line["step"]) for line in lines if MEASURED in line}
     exact, rollouts = 0.0, 0
     for group in groups:
         statistics, step = group.record.statistics, group.record.step

@@ -13,6 +13,7 @@ import torch
 
 from scoregram.checks import fail
 from scoregram.reading import (
+    GROUP_SIZE,
     GROUP_SIZE_WINDOW,
     Step,
     group_size_scalars,
@@ -272,7 +273,7 @@ class Controller:
         """Learn from a step; returns scalars `control/…`, and the decision in words if the group size moves."""
         if not self.is_active:
             return {}, None
-        scalars: dict[str, float | int] = {"control/group_size": self.sizes.group_size} | self._saving
+        scalars: dict[str, float | int] = {GROUP_SIZE: self.sizes.group_size} | self._saving
         measured_prompts = _measured_prompts(step)
         places, estimates = measured_prompts.places, measured_prompts.estimates
         if self._config.allocate == "success":

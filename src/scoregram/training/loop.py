@@ -169,7 +169,7 @@ def _train(
                 break
             del drawn, attempt, done  # the next step needs the memory of this one's Gram
 
-        noise = run_noise(open_run(config.out).metrics(), controller.sizes.group_size)
+        noise = run_noise(open_run(config.out).metrics(), config.starting_group_size)
         trackers.log(position.step, noise.scalars())
         if noise.sentence():
             progress.note(noise.sentence())

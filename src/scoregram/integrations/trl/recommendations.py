@@ -13,6 +13,7 @@ from scoregram.advice import Diagnosis, RunFinding, rollouts_for_scale
 from scoregram.exhibits import Estimate
 from scoregram.integrations.trl.step import MeasuredStep
 from scoregram.reading import (
+    GROUP_SIZE,
     GROUP_SIZE_WINDOW,
     BatchSizeAdvice,
     Recommendation,
@@ -39,7 +40,7 @@ def components_of(measured: MeasuredStep) -> NoiseComponents | None:
 def evidence_scalars(measured: MeasuredStep, group_size: int) -> dict[str, float | int]:
     """The scalars `control/…` of a measured step from which recommendations can be computed again."""
     components = components_of(measured)
-    return {} if components is None else {"control/group_size": group_size} | replayed_scalars(components)
+    return {} if components is None else {GROUP_SIZE: group_size} | replayed_scalars(components)
 
 
 def size_recommendation(
