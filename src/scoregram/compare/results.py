@@ -55,7 +55,7 @@ def require_accuracy(target: float, reason: str) -> None:
 
 
 ACCURACY = RankedOutcome("accuracy", "accuracy", 100.0, "points", (0.0, 1.0))
-POSITIVE, SHARE, CORRELATION = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
+POSITIVE_ENDS, SHARE_ENDS, CORRELATION_ENDS = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 """The least and the largest value of a time or power, a share and a correlation."""
 MEAN_RETURN = RankedOutcome("mean return", "reward", 1.0, "return", (-math.inf, math.inf))
 
@@ -174,17 +174,17 @@ class MethodResult:
         reached = [value for value in needed if math.isfinite(value)]
         if len(reached) < len(needed):
             return f"{len(reached)} of {len(needed)} seeds"
-        return bounded_interval(t_mean(needed), *POSITIVE)
+        return bounded_interval(t_mean(needed), *POSITIVE_ENDS)
 
     def minutes(self) -> Estimate:
         """Wall time of a run."""
-        return bounded_interval(t_mean([run.seconds / 60 for run in self.runs]), *POSITIVE)
+        return bounded_interval(t_mean([run.seconds / 60 for run in self.runs]), *POSITIVE_ENDS)
 
     def extra(self) -> Estimate:
         """Share of the sampled rollouts that no update was computed from: prefixes, greedy ones, dropped groups."""
         all_of_them = [float(run.rollouts) for run in self.runs]
         left = [float(run.rollouts - run.trained) for run in self.runs]
-        return bounded_interval(ratio_over_seeds(left, all_of_them), *SHARE)
+        return bounded_interval(ratio_over_seeds(left, all_of_them), *SHARE_ENDS)
 
     def signal_to_noise(self) -> Estimate:
         """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over the measured steps of the last third.
@@ -196,13 +196,15 @@ class MethodResult:
 
     def noise(self) -> Estimate:
         """`E|ĝ − E ĝ|²` of the update `ĝ`, mean over the measured steps of the last third."""
-        return bounded_interval(t_mean([run.run.update_power.noise for run in self.runs]), *POSITIVE)
+        return bounded_interval(t_mean([run.run.update_power.noise for run in self.runs]), *POSITIVE_ENDS)
 
     def rank_over_null(self) -> Estimate:
         """Mean effective rank of the groups of the last third over the mean of its null."""
         ranks = [run.run.rank_means for run in self.runs]
         known = [pair for pair in ranks if not math.isnan(pair[0])]
-        return bounded_interval(ratio_over_seeds([rank for rank, _ in known], [null for _, null in known]), *POSITIVE)
+        return bounded_interval(
+            ratio_over_seeds([rank for rank, _ in known], [null for _, null in known]), *POSITIVE_ENDS
+        )
 
     def mean(self, name: str, ends: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
         """Mean over seeds of the mean of a scalar over the last third; `ends` are its least and largest value."""

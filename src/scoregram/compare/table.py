@@ -14,9 +14,9 @@ from scoregram.checks import fail
 from scoregram.compare.intervals import BETTER, UNRESOLVED, WORSE, bounded_interval, verdict
 from scoregram.compare.results import (
     ACCURACY,
-    CORRELATION,
-    POSITIVE,
-    SHARE,
+    CORRELATION_ENDS,
+    POSITIVE_ENDS,
+    SHARE_ENDS,
     MethodComparison,
     MethodResult,
     RankedOutcome,
@@ -178,12 +178,12 @@ def gain_column(first: MethodResult, outcome: RankedOutcome) -> Callable[[Method
 def update_table(comparison: MethodComparison) -> Table:
     """Signal, noise, rank and credit of the updates of each method, means over the last third of its steps."""
     scalars = {
-        "credit correlation": ("credit/correlation", CORRELATION),
-        "credit error": ("credit/error", POSITIVE),
-        "filler share of credit": ("credit/filler_share", SHARE),
-        "filler share of push": ("push/filler_share", SHARE),
-        "filler tokens": ("credit/filler_tokens", SHARE),
-        "push correlation": ("push/correlation", CORRELATION),
+        "credit correlation": ("credit/correlation", CORRELATION_ENDS),
+        "credit error": ("credit/error", POSITIVE_ENDS),
+        "filler share of credit": ("credit/filler_share", SHARE_ENDS),
+        "filler share of push": ("push/filler_share", SHARE_ENDS),
+        "filler tokens": ("credit/filler_tokens", SHARE_ENDS),
+        "push correlation": ("push/correlation", CORRELATION_ENDS),
     }
     columns: dict[str, Callable[[MethodResult], Cell]] = {
         "method": lambda method: method.label,
