@@ -54,6 +54,18 @@ COMPARE = "compare --out compared --model policy --device cpu --jobs 1"
 BENCH = "bench gram --shape llama-tiny --rollouts 2 --tokens 4 --repeats 1 --ways gram"
 
 MISTAKES = {
+    f"{TRAIN} --group-size x": "train --group-size: must be a whole number or auto, got 'x'. Check the value.",
+    f"{TRAIN} --group-size=8.0": "train --group-size: must be a whole number or auto, got '8.0'.",
+    f"{TRAIN} --batch_size many": "train --batch_size: must be a whole number, got 'many'.",
+    f"{TRAIN} --learning-rate 1e-4x": "train --learning-rate: must be a number, got '1e-4x'.",
+    f"{COMPARE} --target high": "compare --target: must be a number or None, got 'high'.",
+    f"{TRAIN} --method gropo": "train --method: the name must be one of .*, got 'gropo'. Did you mean 'grpo'?",
+    f"{TRAIN} --method GRPO_verl": "got 'GRPO_verl'. Did you mean 'grpo-verl'?",
+    f"{TRAIN} --estimator rlo": "train --estimator: the name must be one of .*, got 'rlo'. Did you mean 'rloo'?",
+    f"{TRAIN} --objective GSPO": "train --objective: the name must be one of .*, got 'GSPO'. Did you mean 'gspo'?",
+    f"{COMPARE} --methods grpo,rlooo": "compare --methods: the name must be one of .*, got 'rlooo'. Did you mean 'r",
+    f"{COMPARE} --methods grpo:learningrate=1": "got 'learningrate=1'. Did you mean 'learning_rate'?",
+    f"{COMPARE} --methods grpo:optimizer=adam": "must be one of adamw, sgd, got 'adam'. Did you mean 'adamw'?",
     f"{TRAIN} --lora-rank 2 --lora-alpha 0": "lora_alpha must be positive and finite, got 0.0",
     f"{TRAIN} --lora-rank 2 --lora-alpha nan": "lora_alpha must be positive and finite, got nan",
     f"{TRAIN} --autocast --dtype float16": "does not mix with float16, got float16. Choose dtype float32 or bfloat16",

@@ -106,7 +106,7 @@ def test_a_wrong_argument_is_refused_in_a_sentence(name):
         ("lr_schedule", "bogus", "one of constant, linear, cosine"),
         ("optimizer", "lion", "one of adamw, sgd"),
         ("allocate", "bogus", "one of uniform, success, measured"),
-        ("group_size", "large", "a whole number or one of auto"),
+        ("group_size", "large", "a whole number or auto"),
         ("estimator", 3, "a text or None"),
         ("push", "yes", "True or False"),
         ("report_to", "tensorboard", "a tuple"),

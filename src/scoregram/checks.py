@@ -3,16 +3,16 @@
 Every message reads `<caller>: <requirement>, got <actual>. <What to do.>`
 """
 
-from collections.abc import Iterable, Mapping
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from torch import Tensor
 
 from scoregram.errors import NotFiniteError as NotFiniteError
 from scoregram.errors import ScoregramError as ScoregramError
 from scoregram.errors import fail as fail
-
-_Row = TypeVar("_Row")
+from scoregram.errors import listed as listed
+from scoregram.errors import lookup as lookup
+from scoregram.errors import spelling_remedy as spelling_remedy
 
 ROUNDING_STEPS = 4
 """Rewards that differ by at most this many rounding steps of the largest one count as equal, in every package."""
@@ -110,15 +110,3 @@ def require_grams(grams: Tensor, *, caller: str) -> Tensor:
     for gram in k[~is_valid]:
         require_gram(gram, caller=caller)
     return (k + k.mT) / 2
-
-
-def lookup(table: Mapping[str, _Row], name: str, *, kind: str) -> _Row:
-    """Row `name` of a table; the error for an unknown name lists the choices."""
-    if name not in table:
-        fail(kind, f"the name must be one of {listed(table)}", repr(name), "Check the spelling.")
-    return table[name]
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names in one line, sorted and separated by commas."""
-    return ", ".join(sorted(names))

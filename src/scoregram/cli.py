@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
 from scoregram import __version__
 from scoregram.bench import Bench, BenchPreset
 from scoregram.compare import CompareConfig
-from scoregram.errors import ScoregramError
+from scoregram.errors import ScoregramError, expected_value, is_readable_number
 from scoregram.integrations import MeasureConfig
 from scoregram.training import METHODS, TrainConfig
 
@@ -410,6 +410,20 @@ def refuse_options_of_train(arguments: Sequence[str]) -> None:
             raise ScoregramError(f"compare: has no option {option}, got {argument}. {remedy}")
 
 
+def refuse_unreadable_numbers(arguments: Sequence[str]) -> None:
+    """Raise if an option that takes a number is given another text; tyro would list all types that it tried."""
+    commands = {get_args(one)[1].name: get_args(one)[0] for one in get_args(Command)}
+    if not arguments or arguments[0] not in commands:
+        return
+    hints = get_type_hints(commands[arguments[0]])
+    words = [part for word in arguments[1:] for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, text in pairwise(words):
+        hint = hints.get(option.removeprefix("--").replace("-", "_")) if option.startswith("--") else None
+        if not text.startswith("--") and not is_readable_number(text, hint):
+            expected = expected_value(hint)
+            raise ScoregramError(f"{arguments[0]} {option}: must be {expected}, got {text!r}. Check the value.")
+
+
 PATH_COMMANDS = ("advise", "filter", "report", "verify", "view", "whatif")
 """Commands with paths as arguments without an option."""
 
@@ -454,6 +468,7 @@ def main(arguments: list[str] | None = None) -> int:
             given = sys.argv[1:] if arguments is None else arguments
             refuse_options_of_train(given)
             refuse_empty_paths(given)
+            refuse_unreadable_numbers(given)
             command = parsed_command(given)
             require_paths(command)
             return command.run()

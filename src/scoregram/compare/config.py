@@ -10,7 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from scoregram.errors import fail
+from scoregram.errors import fail, lookup, spelling_remedy
 from scoregram.training import METHODS, TrainConfig
 
 EVALUATIONS_PER_RUN = 10
@@ -158,8 +158,7 @@ def method_choice(text: str) -> MethodChoice:
     """
     name, colon, rest = text.partition(":")
     pairs = re.split(r":(?=[\w-]+=)", rest) if rest else []  # a value may have colons
-    if name not in METHODS:
-        fail("compare --methods", f"must be among {', '.join(METHODS)}", repr(name), "Check the spelling.")
+    lookup(METHODS, name, kind="compare --methods")
     if colon and not rest:
         fail("compare --methods", "a colon must be followed by OPTION=VALUE", repr(text), f"Write {name}.")
     hints = get_type_hints(TrainConfig)
@@ -172,7 +171,8 @@ def method_choice(text: str) -> MethodChoice:
             fail("compare --methods", requirement, repr(pair), "Leave it out here.")
         if not equals or key not in hints:
             requirement = f"an option of {name} must be OPTION=VALUE with an option of scoregram train"
-            fail("compare --methods", requirement, repr(pair), "Write for example grpo:learning_rate=3e-4.")
+            remedy = spelling_remedy(key, hints) if equals else "Write for example grpo:learning_rate=3e-4."
+            fail("compare --methods", requirement, repr(pair), remedy)
         if key in options:
             fail("compare --methods", f"an option of {name} must be given once", f"{key} twice", "Leave one out.")
         options[key] = option_value(f"{name}:{key}", hints[key], value)
@@ -194,7 +194,8 @@ def option_value(what: str, hint: Any, text: str) -> Any:
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if text not in choices:
-            fail("compare --methods", f"{what} must be one of {', '.join(choices)}", repr(text), "Check it.")
+            requirement = f"{what} must be one of {', '.join(choices)}"
+            fail("compare --methods", requirement, repr(text), spelling_remedy(text, choices))
         return text
     if hint not in READERS:
         fail("compare --methods", f"{what} must be the same for all methods", repr(text), "Give it as an option.")

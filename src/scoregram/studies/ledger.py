@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scoregram import __version__
-from scoregram.checks import fail, listed
+from scoregram.checks import fail, listed, spelling_remedy
 from scoregram.exhibits import json_value
 from scoregram.machine import threads
 
@@ -186,7 +186,7 @@ def _selected(claims: Sequence[Claim], ids: Sequence[str]) -> list[Claim]:
     known = {claim.id: claim for claim in claims}
     for wanted in ids:
         if wanted not in known:
-            fail("claims", f"an id must be one of {listed(known)}", repr(wanted), "Check the spelling.")
+            fail("claims", f"an id must be one of {listed(known)}", repr(wanted), spelling_remedy(wanted, known))
     return [known[wanted] for wanted in ids] if ids else list(claims)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scoregram.errors import fail, option_name, require_field_types
+from scoregram.errors import fail, lookup, option_name, require_field_types
 from scoregram.policy import PolicyConfig, SamplerName, SamplingConfig
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 
@@ -267,8 +267,7 @@ class TrainConfig:
         if self.rollouts and self.lr_schedule != "constant":
             remedy = "Leave out --lr-schedule, or give --steps instead of --rollouts."
             fail("train --rollouts", "needs a constant learning rate", self.lr_schedule, remedy)
-        if self.method not in METHODS:
-            fail("train --method", f"must be one of {', '.join(METHODS)}", repr(self.method), "Check the spelling.")
+        lookup(METHODS, self.method, kind="train --method")
         if self.resume and self.overwrite:
             fail("train", "--resume and --overwrite must not be given together", "both", "Leave one of them out.")
         _ = self.policy  # checks its own settings
