@@ -446,3 +446,13 @@ def test_one_step_is_a_step(steps, told):
     run = RunReading({}, (), [], [])
     run.__dict__["folder"] = SimpleNamespace(rollout_steps=lambda: list(range(steps)))
     assert _short_rollouts(WITHOUT_ROLLOUTS, run).needs.endswith(told)
+
+
+def test_questions_that_need_the_same_data_are_printed_once(capsys):
+    assert cli.main(["demo", "stuck-batch"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    needed = re.findall(r"To decide (?:it|them), (.*?)\.(?= Cannot tell|$)", said)
+    assert len(needed) == len(set(needed)) > 5
+    assert "Cannot tell: estimator, batch size, group size, baseline. To decide them, measure at least 13" in said
+    names = [name for told in re.findall(r"Cannot tell: (.*?)\. To decide", said) for name in told.split(", ")]
+    assert sorted(names) == sorted(advise(DEMOS / "stuck-batch").undecided)

@@ -351,8 +351,18 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     console.print()
     if found.fine:
         console.print(Text(f"Checked and fine: {', '.join(found.fine)}.", style="dim"))
+    for names, needs in _open_questions(found):
+        them = "it" if len(names) == 1 else "them"
+        console.print(Text(f"Cannot tell: {', '.join(names)}. To decide {them}, {needs}.", style="dim"))
+
+
+def _open_questions(found: Diagnosis) -> Iterator[tuple[list[str], str]]:
+    """The rules that cannot decide and what they need; those with the same needs together, at the first of them."""
+    names_with: dict[str, list[str]] = {}
     for name, needs in found.undecided.items():
-        console.print(Text(f"Cannot tell: {name}. To decide it, {needs}.", style="dim"))
+        names_with.setdefault(needs, []).append(name)
+    for needs, names in names_with.items():
+        yield names, needs
 
 
 # Recorded runs
