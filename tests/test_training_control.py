@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from scoregram.advantages import ESTIMATORS
+from scoregram.advice import advise_run
 from scoregram.checks import ScoregramError
 from scoregram.policy import PolicyConfig, load_policy
 from scoregram.reading import read_run
@@ -333,6 +334,15 @@ def test_a_controlled_run_in_passes_is_the_same_run(changes, policy, tmp_path):
         values = [[line[name] for line in lines if name in line] for lines in (whole, passes)]
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
     assert "draw" in changes or any(line["control/largest_group"] > 8 for line in passes)
+
+
+def test_a_run_that_draws_by_gradients_gives_no_noise(policy, tmp_path, capsys):
+    changes = RUN | {"group_size": 8, "allocate": "uniform", "draw": "measured"}
+    run = read_run(train(config_for(policy, tmp_path / "run", steps=14, **changes)).folder)
+    assert run.noise().steps == 0 and run.noise().sentence() == ""
+    assert "signal to noise" not in capsys.readouterr().out.split("step 14/14")[-1]
+    assert any("drawn by their measured gradients" in sentence for sentence in run.trust.sentences())
+    assert "draw prompts evenly" in advise_run(run).undecided["batch size"]
 
 
 def test_in_passes_the_noise_of_a_step_is_that_of_its_pairs_in_a_pass(policy, tmp_path):

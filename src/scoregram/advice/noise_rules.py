@@ -56,6 +56,8 @@ ENOUGH_STEPS = 3 * FEWEST - 2
 def noise_needs(run: RunReading) -> str:
     """What the noise of a run needs to be known: the first cause that keeps it unknown, as what to do."""
     groups, size = run.last_measured, run.group_size or 0
+    if not run.draws_evenly:
+        return "draw prompts evenly, without `--draw measured`: noise is not known for prompts drawn by their gradients"
     if run.trust.measured < ENOUGH_STEPS or size < SMALLEST_MEASURED or not groups:
         needs = f"measure at least {ENOUGH_STEPS} steps, with groups of {SMALLEST_MEASURED} or more and the Gram "
         return needs + "between prompts" + (f"; here are {run.trust.measured} steps" if run.trust.measured else "")

@@ -315,7 +315,8 @@ def signal_indicator(run: RunReading) -> Indicator:
     scale, batch = run.summary.noise_scale, run.batch_size
     if math.isnan(scale.value) or not math.isfinite(batch):
         why = "withheld: a self-check failed" if run.is_withheld else "not measured"
-        sentence = "It needs the Gram between prompts, groups of 4 or more, and two prompts with all rewards."
+        sentence = "It needs the Gram between prompts, groups of 4 or more, and two prompts with all rewards"
+        sentence += "." if run.draws_evenly else ", all drawn evenly; this run drew them by their gradients."
         return Indicator(name=name, state="unknown", headline=why, sentence=sentence, curve=curve, target=1.0)
     known = {"curve": curve, "scale": SHARES, "target": 1.0, "goal": "target: signal to noise 1"}
     if math.isnan(scale.low) or run.trust.has_few_steps:

@@ -119,6 +119,11 @@ class RunReading:
         return any(group.right is None and group.has_all_rewards for group in self.groups)
 
     @cached_property
+    def draws_evenly(self) -> bool:
+        """Whether each prompt was as likely in a step as any other."""
+        return self.config.get("draw", "uniform") == "uniform"
+
+    @cached_property
     def has_whole_groups(self) -> bool:
         """Whether groups hold all rollouts of their prompt; a step of a loss may hold only some of them."""
         stated = self.config.get("group_size")
@@ -294,10 +299,11 @@ class RunReading:
     def noise(self, phase: str = "last") -> RunNoise:
         """Signal, noise scale, best group size and what `optimal-loo` would save, with intervals over steps.
 
-        Pooled over the last third of the measured steps, or over the first.
+        Pooled over the last third of the measured steps, or over the first. Without numbers if the run drew its prompts
+        by their gradients: the formulas hold for prompts that are drawn evenly.
         """
         if phase not in self._noises:
-            lines = noise_lines(self, phase)
+            lines = noise_lines(self, phase) if self.draws_evenly else []
             self._noises[phase] = run_noise(lines, self.group_size, failed=self.trust.failed, phase=phase)
         return self._noises[phase]
 

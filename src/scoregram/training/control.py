@@ -52,6 +52,13 @@ POPULATION_DECAY = 0.95
 """The same per step, for the mean over all prompts."""
 
 
+DRAW_REMARK = (
+    "Prompts were drawn by their measured gradients, not evenly: means over groups are those of the prompts that were "
+    "drawn, and noise, signal and best group size are not given."
+)
+"""What a reader of a run with `--draw measured` must know."""
+
+
 def group_size_choices(batch_size: int, rollouts_per_pass: int = 0) -> tuple[int, ...]:
     """Group sizes between which `--group-size auto` moves: powers of 2 from 4 that divide a step and a pass.
 

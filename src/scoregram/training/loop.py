@@ -40,7 +40,7 @@ from scoregram.terminal import stop_requests
 from scoregram.training.checkpoint import Position, Resumable, save_checkpoint, write_failure
 from scoregram.training.collect import Drafts
 from scoregram.training.config import TrainConfig, is_due
-from scoregram.training.control import Controller
+from scoregram.training.control import DRAW_REMARK, Controller
 from scoregram.training.credit import require_runnable
 from scoregram.training.draw import DrawnRollouts, draft_scalars, draw_rollouts, one_sampling_warning
 from scoregram.training.evaluate import HeldOutProblems, held_out_problems
@@ -124,6 +124,8 @@ def _train(
         Progress(config.most_steps, first_step=position.step, console=console) as progress,
         stop_requests() as stop,
     ):
+        if config.draw != "uniform":
+            writer.write_remarks({"draw": DRAW_REMARK})
         if on_start is not None:
             on_start()
         if resumed and not (open_run(config.out).checkpoints[resumed] / CHECKSUMS).exists():
@@ -169,10 +171,11 @@ def _train(
                 break
             del drawn, attempt, done  # the next step needs the memory of this one's Gram
 
-        noise = run_noise(open_run(config.out).metrics(), config.starting_group_size)
-        trackers.log(position.step, noise.scalars())
-        if noise.sentence():
-            progress.note(noise.sentence())
+        if config.draw == "uniform":
+            noise = run_noise(open_run(config.out).metrics(), config.starting_group_size)
+            trackers.log(position.step, noise.scalars())
+            if noise.sentence():
+                progress.note(noise.sentence())
     return Trained(config.out, position.step, interrupted, position.rollouts)
 
 
