@@ -89,12 +89,15 @@ def test_whitening_of_trl_and_verl_differs_by_its_1e_8_alone(batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_equal_advantages_and_single_tokens_are_whitened_to_zero(scale, dtype):
-    """A critic that is wrong by the same amount everywhere leaves rounding alone; it is not scaled up to 1."""
+    """A critic that is wrong by the same amount everywhere, or by rounding, leaves nothing to scale up to 1."""
     mask = torch.tensor([[[True, False, True], [True, True, True]]])
     rewards = torch.zeros(1, 2, 3, dtype=dtype)
     rewards[..., -1] = 0.1 * scale
     values = torch.full((1, 2, 3), 0.3 * scale, dtype=dtype)
     assert bool((adv.whitened_generalized_advantage(rewards, mask=mask, values=values, lam=1.0) == 0).all())
+    known = torch.full_like(values, 0.1 * scale)
+    known[0, 0] = torch.nextafter(known[0, 0], torch.tensor(math.inf, dtype=dtype))
+    assert bool((adv.whitened_generalized_advantage(rewards, mask=mask, values=known, lam=1.0) == 0).all())
     alone = torch.tensor([[[False, True, False], [False, False, False]]])
     assert bool((adv.whitened_generalized_advantage(rewards, mask=alone, values=values) == 0).all())
     assert bool((adv.whitened_generalized_advantage(rewards, mask=alone & False, values=values) == 0).all())
