@@ -61,7 +61,7 @@ def test_every_run_has_the_shared_settings_and_its_own_options():
     ("changes", "says"),
     [
         ({"methods": ""}, "compare --methods: must name some of"),
-        ({"methods": "grpo,grop"}, "compare --methods: must be among .*, got 'grop'"),
+        ({"methods": "grpo,grop"}, "compare --methods: the name must be one of .*, got 'grop'. Did you mean 'grpo'"),
         ({"methods": "grpo,grpo"}, "compare --methods: must name each method once"),
         ({"methods": "grpo:learning_rate"}, "an option of grpo must be OPTION=VALUE"),
         ({"methods": "grpo:speed=3"}, "an option of grpo must be OPTION=VALUE"),
