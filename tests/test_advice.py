@@ -17,13 +17,14 @@ import torch
 from scoregram import cli
 from scoregram.advice import LOG_RULES, RunFinding, RunLog, advise_log, run_log
 from scoregram.advice.completion_rules import least_truncated_reward
-from scoregram.advice.findings import SEVERITIES, Change, Undecided, contradictions, diagnosis_of, reconciled
+from scoregram.advice.findings import SEVERITIES, Change, Undecided, diagnosis_of, reconciled
 from scoregram.advice.gradient_rules import spike_steps
 from scoregram.advice.logs import SPELLINGS
 from scoregram.advice.policy_rules import chance_agreement, collapse_step, most_repeated
 from scoregram.advice.reward_rules import dead_kinds
 from scoregram.advice.trends import slope_estimate, step_correlation
 from scoregram.exhibits import Estimate
+from tests.contradictions import contradictions, moves
 
 STEPS = 60
 
@@ -319,8 +320,8 @@ def test_a_longer_limit_is_not_advised_to_a_run_that_games_length(share):
     both = {**FAULTY["length gaming"], "completions__clipped_ratio": share}
     found = advise_log(log_of(**both)).findings
     assert {"length gaming", "truncation"} <= {one.name for one in found}
-    moves = [move for one in found if one.change for move in one.change.moves]
-    assert [where for knob, where in moves if knob == "completion length"] == ["down"]
+    moved = [move for one in found if one.change for move in moves(one.change)]
+    assert [where for knob, where in moved if knob == "completion length"] == ["down"]
     told = " ".join(line for one in found for line in one.lines())
     assert "Allow longer" not in told and "max_completion_length" not in told
 

@@ -19,12 +19,13 @@ from scoregram import cli
 from scoregram.advice import LOG_RULES, Change, RunFinding, RunLog, advise, advise_log, run_log
 from scoregram.advice.completion_rules import WITHOUT_ROLLOUTS
 from scoregram.advice.diagnose import DEMOS, _short_rollouts
-from scoregram.advice.findings import SEVERITIES, Alternative, Undecided, contradictions, reconciled
+from scoregram.advice.findings import SEVERITIES, Alternative, Undecided, reconciled
 from scoregram.advice.gram_rules import dominating_rollouts
 from scoregram.advice.policy_rules import long_stretches
 from scoregram.reading import RunReading, StoredGroup, layer_signals, read_run
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter
 from scoregram.statistics import group_moments
+from tests.contradictions import contradictions
 from tests.test_advice import FAULTY, STEPS, healthy, lines_of, log_of
 
 ROOT = Path(__file__).parent.parent

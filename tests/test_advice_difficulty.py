@@ -14,7 +14,7 @@ from scoregram.advice.difficulty import (
     prompt_change,
     size_sentence,
 )
-from scoregram.advice.findings import Change, Undecided, contradictions, diagnosis_of
+from scoregram.advice.findings import Change, Undecided, diagnosis_of
 from scoregram.advice.noise_rules import method_estimator, trained_estimator
 from scoregram.advice.settings import COUNT_CHANGES, COUNT_LIMITS, trainer_of, typed_setting, with_setting
 from scoregram.checks import ScoregramError
@@ -24,6 +24,7 @@ from scoregram.reading.replay import can_replay
 from scoregram.statistics import NoiseComponents
 from scoregram.tasks import load_task
 from scoregram.training import METHODS
+from tests.contradictions import contradictions
 from tests.reading_cases import run_of, with_noise
 from tests.test_advice_gram import found
 from tests.test_reading_difficulty import counts

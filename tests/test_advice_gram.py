@@ -13,7 +13,7 @@ import torch
 from scipy.stats import t as student
 
 from scoregram.advice import GRAM_RULES, RunFinding, advise_run, noise_rules
-from scoregram.advice.findings import Undecided, contradictions
+from scoregram.advice.findings import Undecided
 from scoregram.advice.gram_rules import _who_dominates, largest_row, shortened_text
 from scoregram.advice.noise_rules import least_error_size
 from scoregram.bootstrap import t_mean
@@ -21,6 +21,7 @@ from scoregram.exhibits import Estimate
 from scoregram.reading import RunReading, StoredGroup, SuccessLaw, group_size_for, layer_signals, read_run
 from scoregram.runs import GroupRecord, RolloutRecord, RunWriter
 from scoregram.statistics import NoiseComponents
+from tests.contradictions import contradictions
 from tests.reading_cases import run_of, with_noise
 from tests.report_cases import write_run
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from scoregram.advice import DEMOS, advise, advise_run, demo_names
-from scoregram.advice.findings import contradictions
 from scoregram.reading import read_run
+from tests.contradictions import contradictions
 from tests.planted_faults import FAULTS, FOLDER, make
 
 

@@ -93,7 +93,7 @@ def test_the_reason_without_noise_components_is_the_right_one(tmp_path):
 def test_a_run_whose_checks_passed_says_how_well(tmp_path):
     write_run(tmp_path / "run", errors=PASSED | {3: 4e-7})
     run = reading(tmp_path / "run")
-    assert run.trust.is_sound and not run.is_withheld
+    assert not run.trust.failed and not run.is_withheld
     (sentence, few) = run.trust.sentences()
     assert sentence == "Self-check passed at 6 of 6 measured steps, worst relative error 4e-07."
     assert few == (
@@ -158,7 +158,7 @@ def test_a_run_without_self_checks_says_so_among_what_it_lacks(tmp_path):
 def test_everything_from_tokenised_text_is_marked(tmp_path):
     write_run(tmp_path / "run", exact=0.75)
     run = reading(tmp_path / "run")
-    assert run.trust.approximate == pytest.approx(0.25) and not run.trust.is_sound
+    assert run.trust.approximate == pytest.approx(0.25) and run.trust.is_approximate
     rows, text = shown(tmp_path / "run")
     exact = {"mean reward", "test accuracy, last", "share of dead groups"}
     assert all(name.endswith(" (approximate)") != (name in exact) for name in rows)
@@ -180,7 +180,7 @@ def test_every_remark_of_a_run_is_shown(tmp_path):
         writer.write_remarks({"model": "The model is not the policy.", "skipped": "2 records were skipped."})
     run = reading(tmp_path / "run")
     assert run.trust.sentences()[-2:] == ["The model is not the policy.", "2 records were skipped."]
-    assert not run.trust.is_sound and all(" (model in doubt)" in name for name in list(shown(tmp_path / "run")[0])[3:])
+    assert all(" (model in doubt)" in name for name in list(shown(tmp_path / "run")[0])[3:])
 
 
 def test_the_footer_has_a_command_that_works_from_here(tmp_path, monkeypatch):

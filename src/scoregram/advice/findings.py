@@ -1,7 +1,7 @@
 """What a rule finds in a run, and how the findings of several rules become one list that does not contradict itself."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -61,11 +61,6 @@ class Change:
     def all_others(self) -> tuple[str, ...]:
         """What to do instead, in words: the alternatives, then `others`."""
         return (*(one.sentence for one in self.alternatives), *self.others)
-
-    @property
-    def moves(self) -> tuple[tuple[str, str], ...]:
-        """Knob and direction of the change and of each alternative."""
-        return ((self.knob, self.direction), *((one.knob, one.direction) for one in self.alternatives))
 
     def plain(self) -> dict[str, Any]:
         """The change as values that JSON can hold."""
@@ -252,14 +247,3 @@ def _with_agreeing_alternatives(finding: RunFinding, wanted: dict[str, str]) -> 
 
 def _deferral(knob: str, first: RunFinding) -> str:
     return f"No change is advised here: resolve “{first.name}” first, which concerns the {knob} too."
-
-
-def contradictions(findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
-    """Pairs of findings that move one knob in two directions, alternatives included; empty for `reconciled` ones."""
-    changes = [(one.name, one.change) for one in findings if one.change is not None]
-    return [
-        (name, other_name)
-        for place, (name, change) in enumerate(changes)
-        for other_name, other in changes[place + 1 :]
-        if any(knob == same and one != two for knob, one in change.moves for same, two in other.moves)
-    ]

@@ -54,11 +54,6 @@ class Trust:
         return self.approximate > 0 or "approximate" in self.remarks
 
     @property
-    def is_sound(self) -> bool:
-        """Whether every self-check passed, all tokens are the sampled ones, and the run has no remark."""
-        return not (self.failed or self.is_approximate or self.remarks)
-
-    @property
     def last_measured(self) -> int:
         """Steps in the last third of the measured ones: those that `run_noise` pools."""
         return last_third_size(self.measured)
