@@ -102,6 +102,11 @@ def test_a_torn_file_of_wandb_gives_what_is_complete(tmp_path):
         ("x.csv", "reward\n0.5\n", "but the column reward. Name"),
         ("x.jsonl", '{"iteration": 1, "reward": 0.5}\n', "but the columns iteration, reward. Name the column"),
         ("x.jsonl", '{"step": "12", "reward": 0.5}\n', "got no number as 'step', but '12'"),
+        ("x.csv", "step,reward\n1e30,0.5\n", "got no number as 'step', but 1e\\+30"),
+        ("x.jsonl", f'{{"step": 1{"0" * 400}, "reward": 0.5}}\n', "got no number as 'step', but 1000"),
+        ("x.json", "[" * 100_000, "must be JSON, got maximum recursion depth"),
+        ("x.jsonl", "[" * 100_000, "must be JSON, got maximum recursion depth"),
+        ("x.csv", "s\0t\0e\0p\0", "must be text in UTF-8, got the byte 0x00 at place 1"),
         ("x.csv", f"step,note\n1,{'x' * 200_000}\n", "must be a table with a row per step, got field larger"),
     ],
 )
@@ -337,3 +342,19 @@ def test_a_damaged_file_of_wandb_gives_no_traceback(tmp_path):
 def test_an_empty_path_is_not_the_current_folder():
     with pytest.raises(ScoregramError, match="advise: a path must not be empty, got ''"):
         advise("")
+
+
+def test_a_file_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "log.csv").write_text("step,reward\n1,0.5\n")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ScoregramError, match=r"must be a file that can be read, got Permission denied\. Check"):
+        read_log(tmp_path / "log.csv")
+
+
+def test_empty_lines_before_a_table_and_numbers_beyond_floats_are_left_out(tmp_path):
+    (tmp_path / "log.csv").write_text("\r\n\nstep,reward\n1,0.5\n")
+    assert read_log(tmp_path / "log.csv").series("reward").values.tolist() == [0.5]
+    assert len(run_log("x", [{"step": 1, "kl": 10**400}]).series("kl")) == 0

@@ -280,8 +280,7 @@ class Advise:
     """Say what is wrong with a run and what to change, worst first; silent where the data do not decide."""
 
     path: tyro.conf.Positional[Path]
-    """Run folder, or a log of any trainer: trainer_state.json, a TensorBoard folder, verl's JSONL, CSV, an offline
-    folder of Weights & Biases."""
+    """Run folder, or a trainer's log: trainer_state.json, JSONL, CSV, a folder of TensorBoard, W&B's offline folder."""
     json: bool = False
     """Print strict JSON instead of text."""
     fail_on: Literal["never", "critical", "warning", "note"] = "never"

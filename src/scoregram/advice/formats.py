@@ -31,7 +31,10 @@ def read_log(path: Path) -> RunLog:
         ScoregramError: If there is no such file, no known format, or no step in it.
     """
     file, read = _reader(path)
-    lines = list(read(file))
+    try:
+        lines = list(read(file))
+    except OSError as error:
+        fail(_CALLER, f"{file} must be a file that can be read", error.strerror or str(error), "Check its permissions.")
     log = run_log(file.as_posix(), lines)
     if not log.lines:
         _require_step(file, {key: value for line in lines for key, value in line.items()})
@@ -124,8 +127,8 @@ def jsonl_scalars(path: Path) -> Iterator[Mapping[str, Any]]:
             continue
         try:
             line = json.loads(row)
-        except ValueError as error:
-            if number == len(rows):
+        except (ValueError, RecursionError) as error:
+            if number == len(rows) and isinstance(error, ValueError):
                 return
             fail(_CALLER, f"line {number} of {path} must be JSON", str(error), "Repair or remove it.")
         if isinstance(line, dict):
@@ -141,7 +144,7 @@ def csv_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     Raises:
         ScoregramError: If it is such a table of several runs, or has no column with the step.
     """
-    text = _text(path)
+    text = _text(path).lstrip("\r\n")
     try:
         separator = _separator(text)
         table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
@@ -255,21 +258,22 @@ def _text(path: Path) -> str:
     """
     content = path.read_bytes()
     try:
-        return content.decode("utf-8-sig")
+        text, place = content.decode("utf-8-sig"), content.find(0)
     except UnicodeDecodeError as error:
-        if error.reason == "unexpected end of data":
-            return content[: error.start].decode("utf-8-sig")
-        got = f"the byte 0x{content[error.start]:02x} at place {error.start}"
-        if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            got = "UTF-16"
-        remedy = "Save it again in UTF-8, in Excel as “CSV UTF-8”."
-        return fail(_CALLER, f"{path} must be text in UTF-8", got, remedy)
+        place = error.start
+        text = content[:place].decode("utf-8-sig") if error.reason == "unexpected end of data" else ""
+        place = -1 if text else place
+    if place < 0:
+        return text
+    is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    got = "UTF-16" if is_utf16 else f"the byte 0x{content[place]:02x} at place {place}"
+    return fail(_CALLER, f"{path} must be text in UTF-8", got, "Save it again in UTF-8, in Excel as “CSV UTF-8”.")
 
 
 def _parsed(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return fail(_CALLER, f"{path} must be JSON", str(error), "Restore it from a copy.")
 
 

@@ -1,6 +1,7 @@
 """The scalars of a run under one set of names, whichever trainer logged them."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -276,7 +277,7 @@ class RunLog:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 _NOT_FINITE = frozenset({"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"})
@@ -360,6 +361,6 @@ def _bare(key: str) -> str:
 def _step_of(line: Mapping[str, Any], keys: Sequence[str]) -> int | None:
     for key in keys:
         value = line.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63:  # an int64
             return int(value)
     return None
