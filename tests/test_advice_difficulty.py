@@ -16,13 +16,13 @@ from scoregram.advice.difficulty import (
 )
 from scoregram.advice.findings import Change, Undecided, diagnosis_of
 from scoregram.advice.noise_rules import method_estimator, trained_estimator
-from scoregram.advice.settings import COUNT_CHANGES, COUNT_LIMITS, trainer_of, typed_setting, with_setting
+from scoregram.advice.settings import COUNT_CHANGES, trainer_of, typed_setting, with_setting
 from scoregram.checks import ScoregramError
 from scoregram.exhibits import Estimate
 from scoregram.reading import SuccessLaw
 from scoregram.reading.replay import can_replay
 from scoregram.statistics import NoiseComponents
-from scoregram.tasks import load_task
+from scoregram.tasks import TASKS, load_task
 from scoregram.training import METHODS
 from tests.contradictions import contradictions
 from tests.reading_cases import run_of, with_noise
@@ -81,9 +81,9 @@ def test_problems_of_a_function_of_ones_own_have_no_file_to_filter():
         assert "scoregram filter" not in told and "wc -l" not in told and "Leave out" not in told
 
 
-@pytest.mark.parametrize("task", COUNT_LIMITS)
-def test_no_number_of_terms_or_turns_is_advised_that_the_task_refuses(task):
-    for count, direction in zip(COUNT_LIMITS[task], ("easier", "harder"), strict=True):
+@pytest.mark.parametrize(("task", "parts"), [(name, row.parts) for name, row in TASKS.items() if row.parts])
+def test_no_number_of_terms_or_turns_is_advised_that_the_task_refuses(task, parts):
+    for count, direction in ((parts.fewest, "easier"), (parts.most, "harder")):
         config = OWN | {"task": f"{task}:{count}"}
         change = prompt_change(DeadGroups(live=0.2, direction=direction, config=config))
         assert typed_setting(change, config) == "" and f"the task {task} has no {direction} problems" in change.steps[0]

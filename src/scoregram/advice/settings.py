@@ -7,7 +7,7 @@ from typing import Any
 
 from scoregram.advice.findings import Change, RunFinding
 from scoregram.reading import OWN_TRAINER, TRL_TRAINER, stored_setting, trainer_of
-from scoregram.tasks import TASKS
+from scoregram.tasks import TASKS, CountedParts
 
 PROMPTS = "difficulty of prompts"
 """What a finding about prompts changes."""
@@ -31,30 +31,6 @@ SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """What a finding changes → its option in `scoregram train`, and its argument of `attach` or `GRPOConfig` in TRL. A
 reward function, a data loader or a seed is not among them: no other value of a setting repairs it."""
 
-COUNTED_TASKS: Mapping[str, int] = MappingProxyType(
-    {"arithmetic": 4, "arithmetic-strict": 4, "arithmetic-compositions": 4, "calculator": 4, "stopping": 4}
-)
-"""Tasks made of terms or turns → how many their problems have unless the task says."""
-COUNT_LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "arithmetic": (2, 16),
-        "arithmetic-strict": (2, 16),
-        "arithmetic-compositions": (3, 16),
-        "calculator": (2, 5),
-        "stopping": (2, 6),
-    }
-)
-"""Tasks made of terms or turns → the fewest and the most that they allow."""
-COUNT_UNITS: Mapping[str, str] = MappingProxyType(
-    {
-        "arithmetic": "terms",
-        "arithmetic-strict": "terms",
-        "arithmetic-compositions": "terms",
-        "calculator": "terms",
-        "stopping": "turns",
-    }
-)
-"""Tasks made of terms or turns → which of the two."""
 COUNT_CHANGES: Mapping[str, int] = MappingProxyType({"harder": 1, "easier": -1})
 """Problems that are wanted → change of the number of terms or turns."""
 
@@ -139,12 +115,17 @@ def changed_count(direction: str, task: str) -> int | None:
         >>> [changed_count("harder", task) for task in ("arithmetic", "calculator:5", "gsm8k")]
         [5, None, None]
     """
-    name, _, argument = task.partition(":")
-    if name not in COUNTED_TASKS or direction not in COUNT_CHANGES:
+    argument, parts = task.partition(":")[2], counted_parts(task)
+    if parts is None or direction not in COUNT_CHANGES:
         return None
-    wanted = (int(argument) if argument.isdecimal() else COUNTED_TASKS[name]) + COUNT_CHANGES[direction]
-    fewest, most = COUNT_LIMITS[name]
-    return wanted if fewest <= wanted <= most else None
+    wanted = (int(argument) if argument.isdecimal() else parts.usual) + COUNT_CHANGES[direction]
+    return wanted if parts.fewest <= wanted <= parts.most else None
+
+
+def counted_parts(task: str) -> CountedParts | None:
+    """What a task's problems have more or fewer of; None for tasks without such a number, and unknown ones."""
+    row = TASKS.get(task.partition(":")[0])
+    return None if row is None else row.parts
 
 
 def count_words(direction: str, task: str) -> str:
@@ -154,8 +135,10 @@ def count_words(direction: str, task: str) -> str:
         >>> count_words("harder", "arithmetic")
         ', with 5 terms in place of 4'
     """
-    wanted, unit = changed_count(direction, task), COUNT_UNITS.get(task.partition(":")[0])
-    return "" if wanted is None else f", with {wanted} {unit} in place of {wanted - COUNT_CHANGES[direction]}"
+    wanted, parts = changed_count(direction, task), counted_parts(task)
+    if wanted is None or parts is None:
+        return ""
+    return f", with {wanted} {parts.unit} in place of {wanted - COUNT_CHANGES[direction]}"
 
 
 def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from scoregram.tasks.arithmetic import number_of_terms as number_of_terms
 from scoregram.tasks.arithmetic import solution as solution
 from scoregram.tasks.forecasts import coin_forecasts as coin_forecasts
 from scoregram.tasks.table import TASKS as TASKS
+from scoregram.tasks.table import CountedParts as CountedParts
 from scoregram.tasks.table import TaskRow as TaskRow
 from scoregram.tasks.table import load_task as load_task
 from scoregram.tasks.task import MAX_NEW_TOKENS as MAX_NEW_TOKENS

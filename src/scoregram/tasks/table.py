@@ -60,6 +60,18 @@ def require_task(task: Task, caller: str) -> None:
 
 
 @dataclass(frozen=True)
+class CountedParts:
+    """The parts of a problem whose number the text after the colon of a task is."""
+
+    unit: str
+    """What they are, in the plural."""
+    usual: int
+    """How many there are unless the text says."""
+    fewest: int
+    most: int
+
+
+@dataclass(frozen=True)
 class TaskRow:
     """One task."""
 
@@ -73,6 +85,8 @@ class TaskRow:
     """One line of description."""
     is_generated: bool = False
     """Whether the problems are made up from the seed: there is no list of them to shorten."""
+    parts: CountedParts | None = None
+    """What the text after the colon counts; None if it is no number."""
 
 
 TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
@@ -83,6 +97,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="running sums written step by step; needs no data, every step is verifiable",
             is_generated=True,
+            parts=CountedParts("terms", usual=4, fewest=2, most=16),
         ),
         "arithmetic-strict": TaskRow(
             load=arithmetic_strict,
@@ -90,6 +105,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="the same sums, rewarded only if every step is right; the values of prefixes are known exactly",
             is_generated=True,
+            parts=CountedParts("terms", usual=4, fewest=2, most=16),
         ),
         "arithmetic-compositions": TaskRow(
             load=arithmetic_compositions,
@@ -97,6 +113,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="the same sums, with pairs of additions that training never has; evaluated with and without them",
             is_generated=True,
+            parts=CountedParts("terms", usual=4, fewest=3, most=16),
         ),
         "forecast": TaskRow(
             load=coin_forecasts,
@@ -111,6 +128,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="sums over several turns with a calculator; every operation is rewarded; needs no data",
             is_generated=True,
+            parts=CountedParts("terms", usual=4, fewest=2, most=5),
         ),
         "stopping": TaskRow(
             load=stopping_game,
@@ -118,6 +136,7 @@ TASKS: MappingProxyType[str, TaskRow] = MappingProxyType(
             needs_argument=False,
             about="cards with rising stakes: the policy decides before every card whether to stop; needs no data",
             is_generated=True,
+            parts=CountedParts("turns", usual=4, fewest=2, most=6),
         ),
         "gsm8k": TaskRow(
             load=gsm8k,
