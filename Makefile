@@ -39,7 +39,7 @@ test-results: $(STAMP)
 
 # The slow commands and snippets of the pages, run as printed, and the whole ledger of claims.
 test-docs: $(STAMP)
-	$(PYTEST) -m "(slow or integration) and not gpu" tests/test_docs.py tests/test_cli.py::test_the_whole_ledger_is_strict_json
+	$(PYTEST) -m "(slow or integration) and not gpu" tests/test_docs.py tests/test_contributing.py tests/test_cli.py::test_the_whole_ledger_is_strict_json
 
 test-browser: $(STAMP)
 	$(PYTEST) -m browser tests/test_report_browser.py tests/test_report_view.py

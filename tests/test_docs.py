@@ -16,15 +16,11 @@ import pytest
 import torch
 
 from scoregram import Rollouts, attach, cli, cross_gram
-from scoregram.advantages import ESTIMATORS
 from scoregram.errors import ScoregramError
 from scoregram.gram import measure_gram
-from scoregram.objectives import OBJECTIVES
 from scoregram.runs import open_run
-from scoregram.tasks.table import TASKS, TaskRow
 from scoregram.training.effects import require_effects
 from scoregram.training.loop import train
-from scoregram.training.methods import METHODS, Method
 from tests.cases import build, rollouts
 from tests.dump_cases import write_verl
 from tests.test_whatif import drawn_groups
@@ -174,6 +170,7 @@ def snippet_with(page: str, words: str) -> str:
 
 
 NOT_RUN = {
+    "CONTRIBUTING.md": 5,  # run by test_contributing.py
     "docs/dumps.md": 1,  # a record, read by test_dumps_docs.py
     "docs/replication.md": 1,  # run by test_results.py
     "results/fixed-policies/README.md": 1,  # run by test_results_fixed_policies.py
@@ -182,7 +179,6 @@ NOT_RUN = {
 """Snippets of a page that no test below runs."""
 RUN = {
     "README.md": 2,
-    "CONTRIBUTING.md": 2,
     "docs/environments.md": 1,
     "docs/gram.md": 4,
     "docs/scale.md": 1,
@@ -198,21 +194,7 @@ def test_every_snippet_is_listed_and_parses():
     assert counts == {page: RUN.get(page, 0) + NOT_RUN.get(page, 0) for page in RUN | NOT_RUN}
     for page in counts:
         for snippet in snippets(page):
-            ast.parse(snippet if page != "CONTRIBUTING.md" else f"{{{snippet}}}")  # a row of a table
-
-
-def test_the_row_of_a_new_training_method_is_one_and_trains(tmp_path):
-    ((name, row),) = eval(f"{{{snippets('CONTRIBUTING.md')[0]}}}", {"Method": Method}).items()
-    assert METHODS.get(name, row) == row  # in a copy that follows the page, the row is in the table
-    assert row.objective in OBJECTIVES and row.estimator in ESTIMATORS and row.about
-    config = config_for(save_policy(tmp_path / "policy"), tmp_path / "run", steps=2, eval_every=0)
-    assert train(replace(config, estimator=row.estimator, objective=row.objective)).step == 2
-
-
-def test_the_row_of_a_new_task_is_one():
-    names = {"TaskRow": TaskRow, "guess": lambda argument, seed: None}
-    (row,) = eval(f"{{{snippets('CONTRIBUTING.md')[1]}}}", names).items()
-    assert row[0] not in TASKS and row[1].load is names["guess"] and row[1].about
+            ast.parse(f"{{{snippet}}}" if snippet.startswith('"') else snippet)  # a row of a table, or code
 
 
 def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
