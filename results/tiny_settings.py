@@ -20,12 +20,12 @@ from scoregram.exhibits import Cell, Table, to_plain
 from scoregram.policy import Policy, PolicyConfig, load_policy
 from scoregram.policy.tiny import WarmStart, tiny_policy
 from scoregram.reading import StoredGroup, group_readings, group_records
-from scoregram.runs import GroupRecord, RunWriter, open_run
+from scoregram.runs import FIXED_PROBE, GroupRecord, RunWriter, open_run
 from scoregram.studies.grpo_rank.cause_exhibits import NULL_LADDER, share_explained, spearman
 from scoregram.studies.grpo_rank.rank_exhibits import mean_of
 from scoregram.studies.grpo_rank.readings import Reading, Trial, has_spectrum, readings_of
 from scoregram.tasks import Task, arithmetic
-from scoregram.training import FIXED_PROBE, TrainConfig, seeded_generator
+from scoregram.training import TrainConfig, seeded_generator
 from scoregram.training.collect import collect
 from scoregram.training.evaluate import probe_step
 

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from scoregram.bootstrap import FEWEST, t_mean
 from scoregram.exhibits import Estimate
-from scoregram.runs import BatchRecord
+from scoregram.runs import FIXED_PROBE, BatchRecord
 from scoregram.statistics import leave_one_out_weights
 
 TRAINED_AND_FIXED = "train and fixed"
 """Kind of a batch with the training rollouts of a step, followed by those of its probe."""
 TRAINED_AND_FIXED_PRECONDITIONED = f"{TRAINED_AND_FIXED}, preconditioned"
 """Kind of the batch with the same rollouts and the Gram `⟨ψ_i, D ψ_j⟩`, with AdamW's `D` after the step."""
-_PROBE = "fixed"  # `FIXED_PROBE` of `training`, which imports this module
 STRICTER = 5
 """Intervals are at 99 %, five times as strict as others: at 95 %, 7 % of 200 simulated runs of noise had a finding."""
 NULL_DRAWS = 20
@@ -102,7 +101,7 @@ def probe_products(batches: Iterable[BatchRecord], *, preconditioned: bool = Fal
     wanted = TRAINED_AND_FIXED_PRECONDITIONED if preconditioned else TRAINED_AND_FIXED
     found = []
     for batch in batches:
-        if batch.kind == _PROBE:
+        if batch.kind == FIXED_PROBE:
             held_out[batch.step] = set(batch.prompt_ids)
         if batch.kind == wanted and batch.step in held_out and bool(batch.rewards.isfinite().all()):
             found.append(_products(batch, held_out[batch.step]))

@@ -40,6 +40,7 @@ from scoregram.runs.metrics import read_metrics as read_metrics
 from scoregram.runs.reader import BatchNames as BatchNames
 from scoregram.runs.reader import Run as Run
 from scoregram.runs.reader import open_run as open_run
+from scoregram.runs.records import FIXED_PROBE as FIXED_PROBE
 from scoregram.runs.records import LOSS_KIND as LOSS_KIND
 from scoregram.runs.records import REWARD as REWARD
 from scoregram.runs.records import STATISTIC as STATISTIC

@@ -36,6 +36,8 @@ Rows = Literal["scores", "loss"]
 """What the rows of a Gram are: scores `ψ_i`, or gradients of a trainer's loss, which include their weights already."""
 LOSS_KIND = "loss"
 """Kind of the groups whose rows are gradients of a loss; the rows of every other kind are scores."""
+FIXED_PROBE = "fixed"
+"""Kind of the groups of a probe at the policy's own temperature."""
 TRAINING_KINDS = ("train", LOSS_KIND)
 """Kinds of the groups and rollouts that an update was computed from."""
 

@@ -14,10 +14,10 @@ import torch
 
 from scoregram.policy import Policy, load_policy, weights_sha256
 from scoregram.rollouts import Rollouts
-from scoregram.runs import GroupRecord, open_run, token_hash
+from scoregram.runs import FIXED_PROBE, GroupRecord, open_run, token_hash
 from scoregram.studies.record import START, run_folders
 from scoregram.tasks import Task, load_task
-from scoregram.training import FIXED_PROBE, START_HASH, TrainConfig, probe_step
+from scoregram.training import START_HASH, TrainConfig, probe_step
 
 TOLERANCE, AUTOCAST_TOLERANCE = 1e-3, 5e-2
 """Largest `|K' - K|_F / |K|_F` that rounding explains: in the model's own dtype, and with products in bfloat16."""

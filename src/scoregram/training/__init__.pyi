@@ -9,7 +9,6 @@ from .control import replayed_allocation as replayed_allocation
 from .credit import require_runnable as require_runnable
 from .effects import require_effects as require_effects
 from .effects import require_some_effect as require_some_effect
-from .evaluate import FIXED_PROBE as FIXED_PROBE
 from .evaluate import Evaluation as Evaluation
 from .evaluate import probe_step as probe_step
 from .loop import Trained as Trained

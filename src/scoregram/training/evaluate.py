@@ -29,7 +29,7 @@ from scoregram.reading import (
     split_kinds,
 )
 from scoregram.rollouts import Rollouts, concatenated_rollouts, micro_batches
-from scoregram.runs import BatchRecord, GroupRecord, RunWriter
+from scoregram.runs import FIXED_PROBE, BatchRecord, GroupRecord, RunWriter
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import collect, refuse_long_prompts, seeded_generator
 from scoregram.training.config import TrainConfig
@@ -38,8 +38,6 @@ from scoregram.training.update import gram_inputs
 
 EVALUATION_BATCH = 512
 """Rollouts sampled at a time."""
-FIXED_PROBE = "fixed"
-"""Kind of the groups of a probe at the policy's own temperature."""
 
 
 @dataclass(frozen=True)

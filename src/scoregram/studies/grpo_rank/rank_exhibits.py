@@ -14,7 +14,7 @@ from torch import Tensor
 from scoregram.bootstrap import nested_estimate, nested_mean
 from scoregram.exhibits import Cell, Estimate, Figure, Series, Table
 from scoregram.reading import stacked_spectra
-from scoregram.runs import BatchRecord
+from scoregram.runs import FIXED_PROBE, BatchRecord
 from scoregram.spectra import (
     MEASURED_RTOL,
     concentrated_energies,
@@ -26,7 +26,7 @@ from scoregram.spectra import (
 )
 from scoregram.studies.grpo_rank import PRINTED_TOP1
 from scoregram.studies.grpo_rank.readings import TRAIN, Census, Evidence, Reading
-from scoregram.training import FIXED_PROBE, seeded_generator
+from scoregram.training import seeded_generator
 
 UNRELATED_DRAWS = 4
 """Groups of unrelated scores that are drawn for every live group of a batch."""

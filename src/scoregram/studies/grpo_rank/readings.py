@@ -10,11 +10,10 @@ from torch import Tensor
 
 from scoregram.checks import fail
 from scoregram.reading import StoredGroup, shuffled_means, spectrum_columns
-from scoregram.runs import BatchRecord, GroupRecord, Run, open_run
+from scoregram.runs import FIXED_PROBE, BatchRecord, GroupRecord, Run, open_run
 from scoregram.studies.grpo_rank import PAPER_SIZES
 from scoregram.studies.grpo_rank.presets import PAPER_METHOD
 from scoregram.studies.record import RUNS
-from scoregram.training import FIXED_PROBE
 
 TRAIN = "train"
 TEST = "test"
