@@ -277,7 +277,8 @@ class RunLog:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and bool(abs(value) <= sys.float_info.max)  # NumPy compares to a bool of its own
 
 
 _NOT_FINITE = frozenset({"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"})
