@@ -254,8 +254,9 @@ def path_energy_weighted(token_rewards: TokenValues, *, mask: TokenMask, path_en
 
     Reference:
         Optimal token baseline. Li et al. 2026, arXiv:2602.07078, as in verl with `handle_zero_tail=False`, where
-        `W_it` is `Σ_{s≤t} (1 − 2π_is + Σ_v π_isv²)`. The default of verl is `True` since February 2026: a baseline of
-        0, hence `A_it = G_it`, where the longest rollout of a group goes on beyond the second longest.
+        `W_it` is `Σ_{s≤t} (1 − 2π_is + Σ_v π_isv²)`. The default of verl is `True` since its pull request 5380 (opened
+        in February 2026): a baseline of 0, hence `A_it = G_it`, where the longest rollout of a group goes on beyond the
+        second longest.
     """
     return _path_contrast(token_rewards, mask, path_energies, alone=False, caller="path_energy_weighted")
 
