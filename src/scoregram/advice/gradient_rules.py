@@ -49,7 +49,7 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
         name="NaN",
         severity="warning" if has_recovered else "critical",
         sentence=f"Loss, gradient norm or KL was not finite at {len(bad)} of {len(log.lines)} logged steps, first at "
-        f"step {bad[0]}" + (f", and finite at the last {since_then}." if has_recovered else "."),
+        f"step {bad[0]}" + (f"; the last {since_then} are finite." if has_recovered else "."),
         since=bad[0],
         number=Estimate(share, share, share),
         label="share of steps that are not finite",
@@ -78,7 +78,7 @@ def _recovered_repair(bad: Sequence[int], share: float) -> Change:
         knob="numbers of single steps",
         direction="repair",
         sentence="Find what is not finite at these steps; the run needs no restart.",
-        effect=f"every step is finite, now {1 - share:.0%} are. No batch is lost.",
+        effect=f"every step is finite, now {1 - share:.0%} are.",
         steps=(
             f"Compute the loss of step {bad[0]} again in float32, and print rewards, log-probabilities and gradients "
             "that are NaN or infinite.",
@@ -150,8 +150,8 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
         since=min(spikes),
         number=Estimate(spikes[worst]),
         label="largest gradient norm over its usual size",
-        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it, and of all before it; "
-        f"for the first {FIRST_NORMS} norms, of the others among the first {EARLY_NORMS}.{clipped}",
+        evidence=f"found above {SPIKE:g} times the median of the {SPIKE_WINDOW} norms before it and that of all norms "
+        f"before it; the first {FIRST_NORMS} norms are compared with the first {EARLY_NORMS}.{clipped}",
         change=_spike_repair(log, worst) if is_limited else _tighter_clip(log, worst, usual),
         confidence="certain",
     )

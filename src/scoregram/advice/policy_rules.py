@@ -135,7 +135,7 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
         since=kl.since(kl.values > (KL_LIMIT if is_far else KL_WATCHED)),
         number=mean,
         label="mean KL of the last third, nats per token",
-        evidence=f"the median of the last steps is {kl.end:.3g}; found if that is above {KL_LIMIT:g} nats, or above "
+        evidence=f"the median of the last steps is {kl.end:.3g}; found if that is above {KL_LIMIT:g}, or above "
         f"{KL_WATCHED:g} and {KL_ACCELERATION:g} times the middle third.",
         change=Change(
             knob="learning rate",
