@@ -28,6 +28,7 @@ NULLS = {
     "repetition": "tokens are drawn uniformly",
     "dead groups": "at most a quarter of the groups is dead on average; on wandering logs the finding is true",
     "truncation": "5 % of the completions are cut off",
+    "falling reward": "the success rate is stationary, also where it wanders",
     "reward spread death": "the spread is stationary",
     "length gaming": "length and reward are independent and stationary",
     "gradient spikes": "the logarithm of the norm is normal with deviation 0.4",

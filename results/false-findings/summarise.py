@@ -85,6 +85,8 @@ SLICES = {
     "60 steps": ("60 steps",),
     "200 steps": ("200 steps",),
     "equal groups": ("equal groups",),
+    "no signal, equal groups": ("no signal", "equal groups"),
+    "balanced, equal groups": ("balanced", "equal groups"),
     "unequal groups": ("unequal groups",),
     "independent steps": ("memory 0",),
     "drifting steps": ("memory 0.9",),
