@@ -84,7 +84,7 @@ FAULTY: dict[str, dict[str, Any]] = {
     "truncation": {"completions__clipped_ratio": 0.3 + 0.02 * NOISE},
     "entropy collapse": {"entropy": np.exp(-4 * RAMP) * (1 + 0.05 * NOISE)},
     "KL blow-up": {"kl": 0.01 * np.exp(6 * RAMP)},
-    "falling reward": {"reward": 0.7 - 0.6 * RAMP + 0.01 * NOISE},
+    "falling reward": {"reward": 0.7 - 0.6 * RAMP + 0.01 * NOISE, "eval_reward": None},
     "reward spread death": {"reward_std": 0.4 * np.exp(-5 * RAMP)},
     "length gaming": {
         "completions__mean_length": LONGER,

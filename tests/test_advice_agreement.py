@@ -323,7 +323,9 @@ def test_updates_on_one_batch_are_no_certain_fault(updates):
         ([0, 1], math.nan, 0.1, "warning"),
         ([0, 1], math.inf, math.nan, "warning"),
         ([25, 30], math.inf, 0.1, "warning"),
-        ([0, 59], math.inf, 0.1, "critical"),  # whether it recovers is not known yet
+        ([0, 1, 2, 30], math.inf, 0.1, None),  # and doubles it later
+        ([0, 59], math.inf, 0.1, "undecided"),  # the next step will tell
+        ([25, 30, 59], math.inf, 0.1, "critical"),
         ([49], math.nan, 0.1, "warning"),
         ([50], math.nan, 0.1, "critical"),
     ],
@@ -335,14 +337,15 @@ def test_a_run_that_recovers_from_a_step_that_is_not_finite_needs_no_restart(bad
     losses = np.full(STEPS, 0.1)
     losses[bad] = loss
     found = LOG_RULES["NaN"](log_of(grad_norm=norms, loss=losses))
-    assert (found.severity if isinstance(found, RunFinding) else found) == severity
+    told = "undecided" if isinstance(found, Undecided) else found.severity if isinstance(found, RunFinding) else None
+    assert told == severity
     if isinstance(found, RunFinding):
         assert ("needs no restart" in change_of(found).sentence) == (severity == "warning")
 
 
 def test_one_infinite_norm_in_a_hundred_is_a_loss_scale_that_grew():
-    for count, is_usual in ((200, True), (99, False)):
-        lines = [{"step": s, "loss": 0.1, "grad_norm": math.inf if s == 50 else 1.0} for s in range(count)]
+    for count, is_usual in ((200, True), (199, False)):
+        lines = [{"step": s, "loss": 0.1, "grad_norm": math.inf if s in (50, 70) else 1.0} for s in range(count)]
         assert (LOG_RULES["NaN"](run_log("x", lines)) is None) == is_usual
 
 
@@ -361,7 +364,7 @@ def test_one_infinite_norm_in_a_hundred_is_a_loss_scale_that_grew():
 )
 def test_a_reward_that_is_mostly_lost_is_found(reward, std, found):
     noise = 0.02 * np.random.default_rng(3).normal(size=STEPS)
-    verdict = LOG_RULES["falling reward"](log_of(reward=reward + noise, reward_std=std))
+    verdict = LOG_RULES["falling reward"](log_of(reward=reward + noise, reward_std=std, eval_reward=None))
     assert isinstance(verdict, RunFinding) == found
     if isinstance(verdict, RunFinding):
         start, end = (float(one) for one in re.findall(r"from (\S+) in .* to (\S+) in", verdict.sentence)[0])
@@ -369,7 +372,8 @@ def test_a_reward_that_is_mostly_lost_is_found(reward, std, found):
         assert 15 < (verdict.since or 0) < 45
         best = int(re.findall(r"near step (\d+)", change_of(verdict).sentence)[0])
         assert reward[best - 1] > reward.min() + 0.8 * np.ptp(reward)
-    unknown = LOG_RULES["falling reward"](log_of(reward=np.linspace(-3.0, -8.0, STEPS) + noise, reward_std=None))
+    negative = log_of(reward=np.linspace(-3.0, -8.0, STEPS) + noise, reward_std=None, eval_reward=None)
+    unknown = LOG_RULES["falling reward"](negative)
     assert isinstance(unknown, Undecided)
 
 
@@ -439,7 +443,8 @@ def test_what_a_recorded_run_shows_is_called_checked_and_fine(capsys):
     assert cli.main(["demo", "kl-blow-up"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Checked and fine: NaN," in said and "Nothing to change: " not in said
-    assert "If truncated completions already hold the answer: penalise" in said
+    told = " ".join(log_finding("truncation", log_of(**FAULTY["truncation"])).lines())
+    assert "If truncated completions already hold the answer: mask" in told
 
 
 @pytest.mark.parametrize(("steps", "told"), [(1, "at 1 step has none"), (2, "at 2 steps have none")])

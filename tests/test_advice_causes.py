@@ -32,6 +32,11 @@ PAIRS: dict[str, tuple[dict[str, Any], str, str]] = {
         "length gaming",
         "truncation",
     ),
+    "KL blow-up, truncation": (
+        {"kl": np.where(np.arange(STEPS) < 20, 0.01, 5.0), "completions__clipped_ratio": np.where(AFTER, 0.9, 0.02)},
+        "KL blow-up",
+        "truncation",
+    ),
     "truncation, constant reward": ({**DEAD, **CUT}, "truncation", "constant reward"),
     "truncation, dead groups": ({**MOSTLY_DEAD, **CUT}, "truncation", "dead groups"),
     "phantom signal, dead groups": (PHANTOM, "phantom signal", "dead groups"),
@@ -43,13 +48,13 @@ PAIRS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-FALLING: dict[str, Any] = {"reward": 0.7 - 0.6 * np.linspace(0, 1, STEPS) + 0.01 * NOISE}
+FALLING: dict[str, Any] = {"reward": 0.7 - 0.6 * np.linspace(0, 1, STEPS) + 0.01 * NOISE, "eval_reward": None}
 PAIRS |= {
     "KL blow-up, falling reward": ({**FAULTY["KL blow-up"], **FALLING}, "KL blow-up", "falling reward"),
     "repetition, falling reward": ({**LOOPED, **FALLING}, "repetition", "falling reward"),
     "truncation, falling reward": ({**FALLING, "completions__clipped_ratio": 0.4}, "truncation", "falling reward"),
     "constant reward, falling reward": (
-        {**DEAD_LATE, "reward": np.where(AFTER, 0.0, 0.6 + 0.01 * NOISE)},
+        {**DEAD_LATE, "reward": np.where(AFTER, 0.0, 0.6 + 0.01 * NOISE), "eval_reward": None},
         "constant reward",
         "falling reward",
     ),

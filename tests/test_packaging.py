@@ -23,6 +23,8 @@ EXTRAS = {
 }
 """Extras whose packages a room may import; every other room works with the package alone."""
 IMPORTED_AS = {"pyyaml": "yaml"}
+BROUGHT_ALONG = {"tensorboard": {"google"}}
+"""Packages that one of ours always installs: protobuf, whose exception TensorBoard lets through."""
 HOSTS = {
     "gram": {"triton"},
     "integrations": {"verl", "skyrl", "prime_rl"},
@@ -43,7 +45,7 @@ def installed_by(extra: str | None) -> set[str]:
         if name == "scoregram":
             found |= set().union(*map(installed_by, inner.split(",")))
         else:
-            found.add(IMPORTED_AS.get(name, name.replace("-", "_")))
+            found |= {IMPORTED_AS.get(name, name.replace("-", "_")), *BROUGHT_ALONG.get(name, ())}
     return found
 
 

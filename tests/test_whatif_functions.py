@@ -227,7 +227,7 @@ def test_the_noise_of_a_step_stands_above_the_table(tmp_path, capsys, monkeypatc
     assert known
     assert show_replay(tmp_path / "run", ("rloo",)) == 0
     out = capsys.readouterr().out
-    assert out.startswith("The update of a step: signal to noise") and max(map(len, out.splitlines())) <= 80
+    assert out.startswith("The update of a step with rloo: signal to noise") and max(map(len, out.splitlines())) <= 80
 
 
 def test_a_single_group_is_replayed_without_intervals():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from scoregram.advice.completion_rules import MOSTLY_TRUNCATED
 from scoregram.advice.findings import SEVERITIES, RuleVerdict, RunFinding
-from scoregram.advice.gradient_rules import not_finite_log_steps
+from scoregram.advice.gradient_rules import SINGLE_STEPS, not_finite_log_steps, restart_before_nan
 from scoregram.advice.logs import RunLog
 from scoregram.advice.reward_rules import deferred_verdict
 from scoregram.advice.trends import LEAST_STEPS
@@ -86,6 +86,12 @@ CAUSES: tuple[CausalRow, ...] = (
         "truncation",
         "A policy that is paid for length fills any limit, so a longer one would pay it more.",
         _always,
+    ),
+    CausalRow(
+        "KL blow-up",
+        "truncation",
+        "A policy that is far from its reference may have lost how to end.",
+        _begins_no_later,
     ),
     CausalRow(
         "truncation",
@@ -172,13 +178,27 @@ def causes_first(verdicts: Mapping[str, RuleVerdict], log: RunLog) -> dict[str, 
             if not row.holds(cause, consequence, log):
                 continue
             if row.replaces:
-                told[name] = deferred_verdict(cause.name)
+                told |= {row.cause: _with_breakdown(cause, consequence, log), name: deferred_verdict(cause.name)}
                 continue
             severity = min(cause.severity, consequence.severity, key=SEVERITIES.index)
             told |= {row.cause: replace(cause, severity=severity), name: _explained(consequence, cause, row.reason)}
             if list(told).index(name) < list(told).index(row.cause):  # equal findings keep the order of the verdicts
                 told[name] = told.pop(name)
     return told
+
+
+def _with_breakdown(cause: RunFinding, consequence: RunFinding, log: RunLog) -> RunFinding:
+    """A NaN that other findings follow: as severe as they are, and no step that a run just goes on from."""
+    severity = min(cause.severity, consequence.severity, key=SEVERITIES.index)
+    if cause.severity == "critical" or cause.change is None or cause.change.knob != SINGLE_STEPS:
+        return replace(cause, severity=severity)
+    return replace(
+        cause,
+        severity=severity,
+        sentence=f"{cause.sentence} “{consequence.name}” begins at step {consequence.since}.",
+        evidence=f"later numbers are finite, but what begins within {LEAST_STEPS} steps may come from the same update.",
+        change=restart_before_nan(log, not_finite_log_steps(log)),
+    )
 
 
 def _consequences(row: CausalRow, verdicts: Mapping[str, RuleVerdict]) -> list[str]:

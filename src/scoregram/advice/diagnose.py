@@ -237,7 +237,7 @@ def _attributed(finding: RunFinding, run: RunReading, log: RunLog) -> RunFinding
 
     The worst measured one; without it if no spike was measured, the self-checks failed, or no rollout has a gradient.
     """
-    spikes = gradient_rules.spike_steps(log.series("grad_norm"))
+    spikes = gradient_rules.spike_steps(gradient_rules.live_norms(log))
     measured = spikes.keys() & set(run.usable_steps)
     if not measured:
         return finding

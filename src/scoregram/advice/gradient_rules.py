@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,8 @@ CLIP_NEAR = 2.0
 FIRST_OVERFLOWS, RARE_OVERFLOWS = 20, 0.01
 """Among how many first steps, and in which share of all steps, infinite gradients are usual: in fp16 the loss scale
 starts too large, is halved at each of them, and is doubled every 2,000 steps."""
+SINGLE_STEPS = "numbers of single steps"
+"""What a finding about a NaN that did not stay changes."""
 CUDNN = (
     "If the loss is finite and only the gradient is not, on an H100 or H200: "
     "torch.backends.cuda.enable_cudnn_sdp(False), since the attention of cuDNN 9.19 gives NaN with some masks."
@@ -40,59 +43,70 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
     if not bad:
         known = log.has("loss", least=1) or log.has("grad_norm", least=1)
         return None if known else Undecided("log loss and gradient norm")
-    since_then = sum(int(line["step"]) > bad[-1] for line in log.lines)
-    has_recovered = since_then >= LEAST_STEPS
-    if has_recovered and _are_overflows(log, bad):
-        return None
-    share = len(bad) / len(log.lines)
+    finite = sum(int(line["step"]) > bad[-1] for line in log.lines)
+    if (scaled := _judged_overflows(log, bad, finite)) is not True:
+        return scaled
+    has_recovered = finite >= LEAST_STEPS
+    share, counted = len(bad) / len(log.lines), f"{len(bad)} of {len(log.lines)}"
+    evidence = "one is enough: a NaN in the weights does not go away."
+    if finite:
+        evidence = f"the last {finite} are finite; {LEAST_STEPS} would show that the weights hold no NaN."
+    if has_recovered:
+        evidence = "the last steps are finite, so the weights hold no NaN: these updates were left out or lost."
     return RunFinding(
         name="NaN",
         severity="warning" if has_recovered else "critical",
-        sentence=f"Loss, gradient norm or KL was not finite at {len(bad)} of {len(log.lines)} logged steps, first at "
-        f"step {bad[0]}" + (f"; the last {since_then} are finite." if has_recovered else "."),
+        sentence=f"Loss, gradient norm or KL was not finite at {counted} logged steps, first at step {bad[0]}"
+        + (f"; the last {finite} are finite." if has_recovered else "."),
         since=bad[0],
         number=Estimate(share, share, share),
         label="share of steps that are not finite",
-        count=f"{len(bad)} of {len(log.lines)}",
-        evidence="the last steps are finite, so the weights hold no NaN: these updates were left out or lost."
-        if has_recovered
-        else "one is enough: a NaN in the weights does not go away.",
-        change=_recovered_repair(bad, share) if has_recovered else _restart_before_nan(share),
+        count=counted,
+        evidence=evidence,
+        change=_recovered_repair(bad, counted) if has_recovered else restart_before_nan(log, bad),
         confidence="certain",
     )
 
 
-def _restart_before_nan(share: float) -> Change:
+def _judged_overflows(log: RunLog, bad: Sequence[int], finite: int) -> RuleVerdict | Literal[True]:
+    """The verdict on gradients that loss scaling in fp16 makes infinite; True if they are something else.
+
+    Only gradient norms are infinite then, and none is NaN. Usual are those among the first `FIRST_OVERFLOWS` steps, and
+    later one or `RARE_OVERFLOWS` of all steps. If the last step is one of them, the next will tell: the trainer leaves
+    the update out, or the loss becomes NaN.
+    """
+    if bad != log.infinite_steps("grad_norm") or log.bad_steps("loss", "kl"):
+        return True
+    first = {int(line["step"]) for line in log.lines[:FIRST_OVERFLOWS]}
+    if len(set(bad) - first) > max(1.0, RARE_OVERFLOWS * len(log.lines)):
+        return True
+    return None if finite else Undecided("log the next steps: an infinite gradient may be that of a loss scale in fp16")
+
+
+def restart_before_nan(log: RunLog, bad: Sequence[int]) -> Change:
+    """Go back to a checkpoint from before the first of these steps: the weights may hold a NaN."""
     return Change(
         knob="learning rate",
         direction="down",
-        sentence="Restart from the checkpoint before that step with a lower learning rate or gradient clipping, "
+        sentence=f"Restart from the checkpoint before step {bad[0]} with a lower learning rate or gradient clipping, "
         f"in float32 if it happens again. {CUDNN}",
-        effect=f"every step is finite, now {1 - share:.0%} are.",
+        effect=f"every step is finite, now {len(bad)} of {len(log.lines)} are not.",
     )
 
 
-def _recovered_repair(bad: Sequence[int], share: float) -> Change:
+def _recovered_repair(bad: Sequence[int], counted: str) -> Change:
     """What to look at where the steps after a NaN are finite again: the weights need no checkpoint."""
     return Change(
-        knob="numbers of single steps",
+        knob=SINGLE_STEPS,
         direction="repair",
         sentence="Find what is not finite at these steps; the run needs no restart.",
-        effect=f"every step is finite, now {1 - share:.0%} are.",
+        effect=f"every step is finite, now {counted} are not.",
         steps=(
             f"Compute the loss of step {bad[0]} again in float32, and print rewards, log-probabilities and gradients "
             "that are NaN or infinite.",
             CUDNN,
         ),
     )
-
-
-def _are_overflows(log: RunLog, bad: Sequence[int]) -> bool:
-    """Whether only gradient norms were infinite, none of them NaN, and as often as loss scaling in fp16 makes them."""
-    if bad != log.infinite_steps("grad_norm") or log.bad_steps("loss", "kl"):
-        return False
-    first = [int(line["step"]) for line in log.lines[:FIRST_OVERFLOWS]]
-    return set(bad) <= set(first) or len(bad) <= RARE_OVERFLOWS * len(log.lines)
 
 
 def not_finite_log_steps(log: RunLog) -> list[int]:
@@ -103,22 +117,22 @@ def not_finite_log_steps(log: RunLog) -> list[int]:
 
 def _rewards_not_finite(log: RunLog, bad: Sequence[int]) -> RunFinding:
     """The finding of steps whose mean reward is NaN or infinite."""
-    share = len(bad) / len(log.lines)
+    share, counted = len(bad) / len(log.lines), f"{len(bad)} of {len(log.lines)}"
+    has_recovered = sum(int(line["step"]) > bad[-1] for line in log.lines) >= LEAST_STEPS
     return RunFinding(
         name="NaN",
-        severity="critical",
-        sentence=f"The mean reward was not finite at {len(bad)} of {len(log.lines)} logged steps, first at step "
-        f"{bad[0]}.",
+        severity="warning" if has_recovered else "critical",
+        sentence=f"The mean reward was not finite at {counted} logged steps, first at step {bad[0]}.",
         since=bad[0],
         number=Estimate(share, share, share),
         label="share of steps whose mean reward is not finite",
-        count=f"{len(bad)} of {len(log.lines)}",
+        count=counted,
         evidence="one is enough: a reward is NaN or infinite, or no rollout of the step has one.",
         change=Change(
             knob="reward function",
             direction="repair",
             sentence="Find the completion whose reward is not finite, and repair the reward function.",
-            effect=f"the mean reward is finite at every step, now at {1 - share:.0%}. What the run then learns is "
+            effect=f"the mean reward is finite at every step, now {counted} are not. What the run then learns is "
             "unknown until a run with this change.",
             steps=reward_steps(
                 log.config,
@@ -132,7 +146,7 @@ def _rewards_not_finite(log: RunLog, bad: Sequence[int]) -> RunFinding:
 
 def gradient_spikes(log: RunLog) -> RuleVerdict:
     """Some gradient norms are many times those before them."""
-    norms = log.series("grad_norm")
+    norms = live_norms(log)
     if len(norms) < 2 * LEAST_STEPS:
         return too_few(norms, "log the gradient norm before clipping", 2 * LEAST_STEPS)
     spikes = spike_steps(norms)
@@ -155,6 +169,16 @@ def gradient_spikes(log: RunLog) -> RuleVerdict:
         change=_spike_repair(log, worst) if is_limited else _tighter_clip(log, worst, usual),
         confidence="certain",
     )
+
+
+def live_norms(log: RunLog) -> ScalarSeries:
+    """Gradient norms of the steps that had a live group; all of them where the log does not tell.
+
+    In a step without one the norm is 0, or that of a KL term alone, and says nothing about the usual size.
+    """
+    norms, dead = log.series("grad_norm"), log.series("dead_share").by_step()
+    is_live = np.array([dead.get(step, 0.0) < 1 for step in norms.steps.tolist()], dtype=bool)
+    return ScalarSeries(norms.steps[is_live], norms.values[is_live], norms.last_steps)
 
 
 def norm_limit(log: RunLog) -> float:

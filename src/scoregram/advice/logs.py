@@ -72,7 +72,6 @@ SPELLINGS: Mapping[str, tuple[Spelling, ...]] = MappingProxyType(
         "kl": (
             Spelling("kl", f"{_OWN}, {_TRL}, {_OPENRLHF}"),
             Spelling("actor/kl_loss", _VERL),
-            Spelling("objective/kl", "TRL PPO"),
         ),
         "clipped_tokens": (
             Spelling("clipped_tokens", _OWN),
@@ -237,7 +236,7 @@ class RunLog:
     @property
     def is_of_verl(self) -> bool:
         """Whether verl wrote the log: no other trainer names scalars so."""
-        return any(key.startswith(("actor/", "critic/")) for line in self.lines[:1] for key in line)
+        return any(key.startswith(("actor/", "critic/")) for line in self.lines for key in line)
 
     def columns(self) -> list[str]:
         """Names of all scalars of the log, without the step."""
@@ -353,6 +352,8 @@ def _with_steps(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int | None
 
 
 def _bare(key: str) -> str:
+    if key in ("train_loss", "train_runtime"):  # the summary of transformers at the end of a run, not of its last step
+        return key
     for prefix in ("train/", "train_", "training/"):
         if key.startswith(prefix):
             return key.removeprefix(prefix)

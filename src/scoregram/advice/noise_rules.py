@@ -408,8 +408,8 @@ def advantage_estimator(run: RunReading) -> RuleVerdict:
         + (", which divides by the standard deviation." if "grpo" in used else "."),
         number=own,
         label=f"efficiency of {used}, {REFERENCE} = 1",
-        evidence=f"{len(groups)} groups of the last third replayed in halves; found if the intervals are apart by "
-        f"{LEAST_SAVING:.0%}.",
+        evidence=f"the last {len(groups)} groups of the last third, replayed in halves; found if the intervals are "
+        f"apart by {LEAST_SAVING:.0%}.",
         change=Change(
             knob="estimator",
             direction=best,

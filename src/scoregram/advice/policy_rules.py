@@ -16,6 +16,8 @@ from scoregram.exhibits import Estimate
 ENTROPY_LEFT, ENTROPY_GONE, ENTROPY_WATCHED = 0.25, 0.1, 0.5
 """Shares of the first entropy: below the first it has collapsed; below the third a rule extrapolates its decline to the
 second."""
+KL_WINDOW = 10
+"""Most logged values at the end whose median is compared: in a long run a tenth would find an explosion late."""
 KL_LIMIT, KL_WATCHED, KL_ACCELERATION = 1.0, 0.3, 4.0
 """Two limits in nats per token, and the largest ratio of the end to the middle third (a steady drift doubles)."""
 CLIPPED_TOKENS = 0.3
@@ -51,7 +53,7 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
             change=_more_entropy(log),
             confidence="certain",
         )
-    if arrival is None or left.high >= ENTROPY_WATCHED or arrival > 2 * int(entropy.steps[-1]):
+    if arrival is None or left.high >= ENTROPY_WATCHED or arrival > _twice_as_long(entropy):
         return None
     return RunFinding(
         name="entropy collapse",
@@ -65,6 +67,12 @@ def entropy_collapse(log: RunLog) -> RuleVerdict:
         change=_more_entropy(log),
         confidence="possible",
     )
+
+
+def _twice_as_long(series: ScalarSeries) -> float:
+    """The step at which a log would be twice as long as it is, wherever it begins."""
+    first, last = int(series.steps[0]), int(series.steps[-1])
+    return last + (last - first) * len(series) / (len(series) - 1)
 
 
 def _half_rate(log: RunLog) -> str:
@@ -123,7 +131,8 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
     if len(kl) < LEAST_STEPS:
         return too_few(kl, "log the KL divergence from the reference, if there is one")
     middle = float(np.median(kl.values[len(kl) // 3 : -max(3, len(kl) // 3)]))
-    is_far, is_faster = kl.end > KL_LIMIT, kl.end > KL_WATCHED and kl.end > KL_ACCELERATION * max(middle, 1e-6)
+    end = float(np.median(kl.values[-max(3, min(KL_WINDOW, len(kl) // 10)) :]))
+    is_far, is_faster = end > KL_LIMIT, end > KL_WATCHED and end > KL_ACCELERATION * max(middle, 1e-6)
     if not (is_far or is_faster):
         return None
     mean = kl.last_mean()
@@ -135,13 +144,13 @@ def kl_blow_up(log: RunLog) -> RuleVerdict:
         since=kl.since(kl.values > (KL_LIMIT if is_far else KL_WATCHED)),
         number=mean,
         label="mean KL of the last third, nats per token",
-        evidence=f"the median of the last steps is {kl.end:.3g}; found if that is above {KL_LIMIT:g}, or above "
+        evidence=f"the median of the last steps is {end:.3g}; found if that is above {KL_LIMIT:g}, or above "
         f"{KL_WATCHED:g} and {KL_ACCELERATION:g} times the middle third.",
         change=Change(
             knob="learning rate",
             direction="down",
             sentence=f"Lower the learning rate{_half_rate(log)}.",
-            effect=f"less than {kl.end:.3g} nats per token at the end of as many steps. How much less is unknown: the "
+            effect=f"less than {end:.3g} nats per token at the end of as many steps. How much less is unknown: the "
             "KL does not grow in proportion to the learning rate.",
             alternatives=(
                 Alternative(
@@ -228,7 +237,7 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
     _, ends = slope_estimate(speed.steps.astype(float), np.log(np.maximum(speed.values, 1e-9)))
     left = last / first if first > 0 else math.nan
     # one slowdown of the machine is no decline: the middle third must lie in between, and the slope be significant
-    if not (left < THROUGHPUT_LEFT and last < middle < first and ends[1] < 0):
+    if not (left < THROUGHPUT_LEFT and last < middle < first and ends[1] < 0) or _has_shorter_steps(log):
         return None
     ratio = bootstrap_estimate(len(speed.last), lambda drawn: np.median(speed.last[drawn], axis=-1) / first)
     return RunFinding(
@@ -255,6 +264,17 @@ def throughput_rot(log: RunLog) -> RuleVerdict:
         ),
         confidence="possible",
     )
+
+
+def _has_shorter_steps(log: RunLog) -> bool:
+    """Whether steps take no longer than at first, or, without times, texts have become shorter.
+
+    A step has costs that do not depend on its tokens, so with shorter texts there are fewer tokens per second.
+    """
+    seconds, length = log.series("step_seconds"), log.series("length")
+    if len(seconds) >= LEAST_STEPS:
+        return float(np.median(seconds.last)) <= float(np.median(seconds.first))
+    return len(length) >= LEAST_STEPS and float(length.last.mean()) < THROUGHPUT_LEFT * float(length.first.mean())
 
 
 def stuck_batch(log: RunLog) -> RuleVerdict:

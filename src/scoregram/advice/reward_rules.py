@@ -24,13 +24,18 @@ KIND_SHARE = 2 / 3
 LENGTH_GROWTH = 1.5
 LEAST_GAIN = 0.05
 SPREAD_LEFT = 0.1
-FALL, FALL_BELOW_ZERO = 0.5, 1.0
-"""Standard deviations of a rollout's reward by which the mean must fall; the second where rewards are negative."""
-FALL_LEFT, END_LEFT = 0.4, 0.3
-"""Shares of a reward that is never negative that may be left: of its first third in the last, and of its first tenth at
-the end. With the others they were chosen on 400 logs whose success rate wanders; six of them are found."""
+FALL, FALL_BELOW_ZERO, FALL_FROM_BEST = 0.5, 1.0, 0.75
+"""Standard deviations of a rollout's reward by which the mean must fall: over thirds, there with negative rewards, and
+from the best quarter (twice that with negative rewards)."""
+FALL_LEFT, END_LEFT, BEST_LEFT = 0.4, 0.3, 0.25
+"""Shares of a reward that is never negative that may be left: of the first third in the last, of the first tenth at the
+end, of the best quarter in the last tenth. All were chosen on 400 logs whose success rate wanders."""
+FEWEST_SCORES = 4
+"""Held-out scores that can show that the policy did not become worse."""
 CEILING = 0.95
 """Mean reward from which on a run counts as solved."""
+NEAR_TOP = 0.7
+"""Share of the way to its highest value that a reward has gone in the last steps before, if it was learnt."""
 CHANCE = 1e-4
 """Largest probability by chance at which a stretch of equal numbers is a fault."""
 ROUNDING = 1e-6
@@ -62,9 +67,21 @@ def constant_reward(log: RunLog) -> RuleVerdict:
     if not count:
         return None
     before, value = reward.values[: len(reward) - count], float(reward.values[-1])
-    since, has_ended = int(reward.steps[len(before)]), len(before) > 0 and is_solved_score(reward)
+    since, is_solved = int(reward.steps[len(before)]), len(before) > 0 and is_solved_score(reward)
+    is_highest = len(before) > 0 and value >= float(before.max()) > float(before.min())
+    # a reward that is learnt comes near to its highest value first; a verifier that breaks jumps there
+    is_highest = is_highest and float(before[-LEAST_STEPS:].mean() - before.min()) > NEAR_TOP * (value - before.min())
+    has_ended = is_solved or is_highest
     told = f"Every rollout gets the reward {value:g}: "
-    told += "the task is solved, and the run learns nothing more." if has_ended else "the run learns nothing."
+    if is_solved:
+        told += "the task is solved, and the run learns nothing more."
+    elif is_highest:
+        told += (
+            "it is the highest of the run, so the task is solved, or the reward function pays for any text. The run "
+        )
+        told += "learns nothing more."
+    else:
+        told += "the run learns nothing."
     if len(before) >= LEAST_STEPS:
         told += f" In the {len(before)} logged steps before, the mean was {float(before.mean()):.2g}."
     learnt = prompt_change(DeadGroups(live=0.0, direction=HARDER, config=log.config)) if has_ended else None
@@ -331,9 +348,11 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
         return None
     name = silent[0]
     mean, std = parts[name]
+    is_idle = float(np.abs(mean.values).max()) <= 0
+    first = (f"If {name} is a penalty that nothing has called for yet, change nothing.",) if is_idle else ()
     return RunFinding(
         name="phantom signal",
-        severity="critical",
+        severity="warning" if is_idle else "critical",
         sentence=f"All advantages come from {', '.join(loud)}: {name} gives every rollout {float(mean.last[-1]):g}, "
         f"so groups in which {name} is constant still change the policy.",
         since=std.since(std.values <= rounding_error(mean)),
@@ -348,13 +367,14 @@ def phantom_signal(log: RunLog) -> RuleVerdict:
             "What the run then learns is unknown until it varies.",
             steps=reward_steps(
                 log.config,
+                *first,
                 f"Give 0 for {', '.join(loud)} in groups in which {name} does not vary"
                 + _lower_weights(log, name)
                 + ".",
             ),
             alternatives=(Alternative(PROMPTS, MEDIUM, f"Draw prompts that {name} can tell apart."),),
         ),
-        confidence="certain",
+        confidence="likely" if is_idle else "certain",
     )
 
 
@@ -366,36 +386,29 @@ def _is_saturated(mean: ScalarSeries, std: ScalarSeries) -> bool:
 
 
 def falling_reward(log: RunLog) -> RuleVerdict:
-    """The mean reward of the last third is far below that of the first."""
-    reward, spread = log.series("reward"), log.series("reward_std")
+    """Most of the mean reward is lost: from the first third to the last, or from its best quarter to the end.
+
+    None where a held-out score did not fall: the prompts have become harder, and not the policy worse.
+    """
+    reward, held_out = log.series("reward"), log.series("held_out")
     if len(reward) < 3 * LEAST_STEPS:
         return too_few(reward, "log the mean reward", 3 * LEAST_STEPS)
-    fall = change_over_thirds(reward.values)
-    if not fall.high < 0:
-        return None
-    first = reward.values[: math.ceil(len(reward) / 3)]
-    within = float(spread.values[: math.ceil(len(spread) / 3)].mean()) if len(spread) else 0.0
-    start, is_share = float(first.mean()), reward.values.min() >= 0 and reward.values.max() <= 1
-    deviation = max(within, math.sqrt(start * (1 - start)) if is_share else 0.0)
-    if not deviation > 0:
+    if not _reward_deviation(log, slice(None)) > 0 and np.ptp(reward.values) > 0:
         return Undecided("log the standard deviation of rewards")
-    if reward.values.min() < 0:
-        is_lost = -fall.value >= FALL_BELOW_ZERO * deviation
-    else:
-        last_mean, end = float(reward.values[-len(first) :].mean()), reward.end
-        is_lost = -fall.value >= FALL * deviation and last_mean < FALL_LEFT * start and end < END_LEFT * reward.start
-    if not is_lost:
+    lost = [one for one in (_lost_over_thirds(log), _lost_since_best(log)) if one is not None]
+    if not lost or (len(held_out) >= FEWEST_SCORES and held_out.last.mean() >= held_out.first.mean()):
         return None
-    best, end = highest_stretch(reward), float(reward.values[-len(first) :].mean())
+    start, end, where, fall = lost[0]
+    best = highest_stretch(reward)
     return RunFinding(
         name="falling reward",
         severity="warning",
-        sentence=f"The mean reward fell from {start:.2g} in the first third to {end:.2g} in the last.",
+        sentence=f"The mean reward fell from {start:.2g} in the {where[0]} to {end:.2g} in the {where[1]}.",
         since=reward.since(reward.values < (start + end) / 2),
         number=fall,
-        label="mean reward of the last third minus that of the first",
-        evidence="found if the 95 % interval lies below 0 and most of the reward is lost; a rollout's reward has a "
-        f"standard deviation of {deviation:.2g}. Prompts that become harder look the same.",
+        label=f"mean reward of the {where[1]} minus that of the {where[0]}",
+        evidence="found if the 95 % interval lies below 0 and most of the reward is lost. Prompts that become harder "
+        "look the same.",
         change=Change(
             knob="learning rate",
             direction="down",
@@ -406,6 +419,52 @@ def falling_reward(log: RunLog) -> RuleVerdict:
             alternatives=(Alternative("KL weight", "up", "Raise the KL weight."),),
         ),
     )
+
+
+_Loss = tuple[float, float, tuple[str, str], Estimate]
+"""Mean reward before and after, their names, and the change with its interval."""
+
+
+def _lost_over_thirds(log: RunLog) -> _Loss | None:
+    """A fall from the first third to the last, whose interval allows for drift."""
+    reward = log.series("reward")
+    fall, third = change_over_thirds(reward.values), math.ceil(len(reward) / 3)
+    start, end = float(reward.values[:third].mean()), float(reward.values[-third:].mean())
+    deviation = _reward_deviation(log, slice(0, third))
+    if not (fall.high < 0 and deviation > 0):
+        return None
+    if reward.values.min() < 0:
+        is_lost = -fall.value >= FALL_BELOW_ZERO * deviation
+    else:
+        is_lost = -fall.value >= FALL * deviation and end < FALL_LEFT * start and reward.end < END_LEFT * reward.start
+    return (start, end, ("first third", "last"), fall) if is_lost else None
+
+
+def _lost_since_best(log: RunLog) -> _Loss | None:
+    """A fall from the best quarter of the run to its last tenth, five steps or more."""
+    reward = log.series("reward")
+    quarter, tenth = len(reward) // 4, max(5, len(reward) // 10)
+    means = np.convolve(reward.values[:-tenth], np.full(quarter, 1 / quarter), mode="valid")
+    best = int(means.argmax())
+    start, ends = float(means[best]), mean_ends(reward.values[-tenth:])
+    end, deviation = float(reward.values[-tenth:].mean()), _reward_deviation(log, slice(best, best + quarter))
+    factor, is_low = (
+        (FALL_FROM_BEST, end < BEST_LEFT * start) if reward.values.min() >= 0 else (2 * FALL_FROM_BEST, True)
+    )
+    if not (deviation > 0 and start - end >= factor * deviation and is_low and ends[1] < start):
+        return None
+    return start, end, ("best quarter", "last tenth"), Estimate(end - start, *(ends - start))
+
+
+def _reward_deviation(log: RunLog, steps: slice) -> float:
+    """Standard deviation of a rollout's reward at some steps: the logged one, or that of rewards of 0 and 1 with this
+    mean if it is larger; 0 where neither is known.
+    """
+    reward, spread = log.series("reward"), log.series("reward_std")
+    logged = spread.values[np.isin(spread.steps, reward.steps[steps])]
+    mean = float(reward.values[steps].mean())
+    is_share = reward.values.min() >= 0 and reward.values.max() <= 1
+    return max(float(logged.mean()) if len(logged) else 0.0, math.sqrt(mean * (1 - mean)) if is_share else 0.0)
 
 
 def highest_stretch(reward: ScalarSeries) -> int:

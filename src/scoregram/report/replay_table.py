@@ -230,7 +230,7 @@ def show_replay(
         return 0
     console = Console()
     if sentence := run.noise().sentence():
-        console.print(f"The update of a step: {sentence}.")
+        console.print(f"The update of a step with {REFERENCE}: {sentence}.")
     show_table(estimator_table(found, run.trust.mark), console)
     if sentence := left_out_text(run, found.run_size):
         console.print(sentence)
