@@ -33,9 +33,10 @@ test-trl: $(STAMP)
 test-sweep: $(STAMP)
 	$(PYTEST) -p tests.sweep_record --sweep-record sweep-ci.json -m slow -k "every_axis or is_replayed or fused_experts" tests/test_gram_sweep.py
 
-# The committed results, recomputed from their Grams. Here and below, `make test` runs the tests that are not slow.
+# The committed results, recomputed from their Grams, and advice on runs of noise and on runs with a fault, made again.
+# Here and below, `make test` runs the tests that are not slow.
 test-results: $(STAMP)
-	$(PYTEST) -m "slow and not gpu" tests/test_results*.py
+	$(PYTEST) -m "slow and not gpu" tests/test_results*.py tests/test_advice*.py tests/test_planted_faults.py
 
 # The slow commands and snippets of the pages, run as printed, and the whole ledger of claims.
 test-docs: $(STAMP)

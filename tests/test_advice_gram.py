@@ -256,6 +256,7 @@ def test_too_few_steps_decide_nothing(name, tmp_path):
     assert not isinstance(found(name, read_run(tmp_path / "run")), RunFinding)
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_random_gradients_have_findings_on_noise_alone(tmp_path):
     """Coins for rewards and random scores: all true gradients are zero, so batch and groups are too small."""
     wrong = 0

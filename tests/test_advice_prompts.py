@@ -169,6 +169,7 @@ def test_a_few_of_many_prompts_are_found_together():
     assert dominating_prompts(run_with(lambda step: [0.2] * 4 + [0.2 / 28] * 28)) is None  # four of 32 are not few
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_random_gradients_have_no_dominating_prompt(tmp_path):
     """Three prompts of random scores in seven dimensions, coins for rewards: shares vary as much as they can."""
     for seed in range(12):

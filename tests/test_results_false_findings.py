@@ -83,6 +83,7 @@ def test_moments_are_those_of_the_law(worlds, shift):
     assert law.moments(shift).tolist() == pytest.approx([signal, between, *np.mean(found, axis=0)])
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_drawn_rollouts_have_the_moments(worlds, monkeypatch):
     """Means over 16,000 prompts within 4 standard errors, the saving among them: it has no bias."""
     monkeypatch.setattr(worlds, "SAVED_GROUPS", 200_000)
@@ -134,6 +135,7 @@ def test_scalars_are_those_of_a_trainer(worlds):
             assert line[name] == pytest.approx(scalars[name], rel=1e-9, abs=1e-12), name
 
 
+@pytest.mark.slow  # runs in `make test-results`
 @pytest.mark.parametrize("is_uneven", [False, True])
 def test_a_run_in_memory_is_read_as_its_folder(worlds, tmp_path, is_uneven):
     law = worlds.law_with(noise_scale=16.0, best_group_size=4.0, size=4)
@@ -143,6 +145,7 @@ def test_a_run_in_memory_is_read_as_its_folder(worlds, tmp_path, is_uneven):
     assert (ours.findings, ours.fine, ours.undecided) == (stored.findings, stored.fine, stored.undecided)
 
 
+@pytest.mark.slow  # runs in `make test-results`
 def test_every_rule_decides_in_some_world(worlds):
     """So that the simulation tests rules, and not their silence."""
     open_rules = set(GRAM_RULES) | set(LOG_RULES)

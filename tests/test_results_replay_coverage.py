@@ -79,6 +79,7 @@ def test_truths_are_sums_over_all_groups(worlds, name, share):
     assert found["bias"] == pytest.approx((signal - 2 * across + base) / base, abs=1e-12)
 
 
+@pytest.mark.slow  # runs in `make test-results`
 @pytest.mark.parametrize("size", [4, 8])
 def test_drawn_groups_have_the_truths(coverage, worlds, size):
     """A long run of steps that differ, within four standard errors; also what whole groups have."""
