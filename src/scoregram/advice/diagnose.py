@@ -26,7 +26,7 @@ from scoregram.advice.causes import causes_first
 from scoregram.advice.difficulty import informed_finding
 from scoregram.advice.findings import SEVERITIES, Diagnosis, RuleVerdict, RunFinding, Severity, Undecided, diagnosis_of
 from scoregram.advice.formats import read_log
-from scoregram.advice.logs import RunLog, closest_column, is_known_column, run_log
+from scoregram.advice.logs import RunLog, closest_column, is_known_column, listed_columns, run_log
 from scoregram.advice.settings import with_setting
 from scoregram.advice.trends import LEAST_STEPS
 from scoregram.checks import fail
@@ -81,8 +81,6 @@ WITHOUT_GRAMS = frozenset({"overfitting to prompts"})
 QUICK_RULES = frozenset({"NaN", "idle clipping", "lost exploration", "falling reward"})
 """Rules that a step or two, a setting or the mean reward alone decides: if nothing else is decided, the run is not
 called fine."""
-SHOWN_COLUMNS = 12
-"""How many columns of a log to list if no rule could decide."""
 ROLLOUT_STEPS = 12
 """Steps whose stored rollouts are read for repetition, spread over the run."""
 FEWEST_ANSWERED = 10
@@ -163,8 +161,8 @@ def _why_nothing_is_decided(log: RunLog) -> str:
     if not columns:
         return f"Nothing could be decided: no {'scalar' if steps else 'step'} is logged."
     unknown = [name for name in columns if not is_known_column(name)]
-    shown = ", ".join(columns[:SHOWN_COLUMNS]) + ", …" * (len(columns) > SHOWN_COLUMNS)
-    told = f"Nothing could be decided: the log has {steps} {'step' if steps == 1 else 'steps'} with the columns {shown}"
+    told = f"Nothing could be decided: the log has {steps} {'step' if steps == 1 else 'steps'} with the columns "
+    told += listed_columns(columns)
     if len(unknown) == len(columns):
         told += ", and no rule knows any of them."
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scoregram.advice.logs import RECORD_KEYS, STEP_KEYS, RunLog, run_log
+from scoregram.advice.logs import RECORD_KEYS, STEP_KEYS, RunLog, listed_columns, run_log
 from scoregram.checks import fail
 
 _CALLER = "advise"
@@ -43,7 +43,6 @@ def read_log(path: Path) -> RunLog:
 
 
 _STEP_REMEDY = f"Each record needs the number of its step as '{STEP_KEYS[0]}'."
-_SHOWN_COLUMNS = 12
 
 
 def _require_step(path: Path, known: Mapping[str, Any]) -> None:
@@ -54,8 +53,7 @@ def _require_step(path: Path, known: Mapping[str, Any]) -> None:
     for key in steps:
         if key in known:
             fail(_CALLER, requirement, f"no number as '{key}', but {known[key]!r}", _STEP_REMEDY)
-    shown = ", ".join(list(known)[:_SHOWN_COLUMNS]) + ", …" * (len(known) > _SHOWN_COLUMNS)
-    got = f"no record with a step, but the column{'s' * (len(known) > 1)} {shown}"
+    got = f"no record with a step, but the column{'s' * (len(known) > 1)} {listed_columns(list(known))}"
     remedy = f"Name the column with the number of the step '{STEP_KEYS[0]}', or add one."
     fail(_CALLER, requirement, got, remedy)
 

@@ -43,7 +43,7 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
     if not bad:
         known = log.has("loss", least=1) or log.has("grad_norm", least=1)
         return None if known else Undecided("log loss and gradient norm")
-    finite = sum(int(line["step"]) > bad[-1] for line in log.lines)
+    finite = _steps_after(log, bad)
     if (scaled := _judged_overflows(log, bad, finite)) is not True:
         return scaled
     has_recovered = finite >= LEAST_STEPS
@@ -66,6 +66,11 @@ def not_finite_steps(log: RunLog) -> RuleVerdict:
         change=_recovered_repair(bad, counted) if has_recovered else restart_before_nan(log, bad),
         confidence="certain",
     )
+
+
+def _steps_after(log: RunLog, bad: Sequence[int]) -> int:
+    """How many steps are logged after the last of these."""
+    return sum(int(line["step"]) > bad[-1] for line in log.lines)
 
 
 def _judged_overflows(log: RunLog, bad: Sequence[int], finite: int) -> RuleVerdict | Literal[True]:
@@ -118,7 +123,7 @@ def not_finite_log_steps(log: RunLog) -> list[int]:
 def _rewards_not_finite(log: RunLog, bad: Sequence[int]) -> RunFinding:
     """The finding of steps whose mean reward is NaN or infinite."""
     share, counted = len(bad) / len(log.lines), f"{len(bad)} of {len(log.lines)}"
-    has_recovered = sum(int(line["step"]) > bad[-1] for line in log.lines) >= LEAST_STEPS
+    has_recovered = _steps_after(log, bad) >= LEAST_STEPS
     return RunFinding(
         name="NaN",
         severity="warning" if has_recovered else "critical",

@@ -295,6 +295,15 @@ def _is_infinite(value: Any) -> bool:
     return text in _NOT_FINITE - {"nan"} or (isinstance(value, float) and math.isinf(value))
 
 
+SHOWN_COLUMNS = 12
+"""How many columns of a log a message lists."""
+
+
+def listed_columns(names: Sequence[str]) -> str:
+    """The first `SHOWN_COLUMNS` names in one line."""
+    return ", ".join(names[:SHOWN_COLUMNS]) + ", …" * (len(names) > SHOWN_COLUMNS)
+
+
 def is_known_column(name: str) -> bool:
     """Whether some rule reads a scalar of this name."""
     spelled = (spelling.key for spellings in SPELLINGS.values() for spelling in spellings)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from scoregram.advice.settings import has_prompt_list
+from scoregram.advice.settings import has_prompt_list, task_name
 from scoregram.checks import fail
 from scoregram.reading import OWN_TRAINER, TRL_TRAINER, Outcome, outcomes_of, rollouts_remedy, trainer_of
 from scoregram.runs import TRAINING_KINDS, Run, disk_errors, open_run, require_run, write_atomically
@@ -86,7 +86,7 @@ class FilteredPrompts:
             if unseen > 0
             else "."
         )
-        yield f"Next: scoregram train --task {_task_name(config)}:{self.path}"
+        yield f"Next: scoregram train --task {task_name(config)}:{self.path}"
 
 
 def filter_prompts(
@@ -208,10 +208,6 @@ def _row(problem: Problem, task: str) -> dict[str, Any]:
     return {"prompt": problem.prompt, "answer": problem.answer, **problem.columns}
 
 
-def _task_name(config: Mapping[str, Any]) -> str:
-    return str(config.get("task") or "").partition(":")[0]
-
-
 # What a finding tells its reader to type
 
 
@@ -222,7 +218,7 @@ def visit_steps(which: EqualRewards, config: Mapping[str, Any]) -> tuple[str, ..
         return (
             f"Sample every prompt once, without learning: `{visit_command(config)}`",
             f"Leave out the prompts {LEFT_OUT[which]}: `scoregram filter {VISIT}{option} --out {LIVE}`",
-            f"Train as before, on the others: `--task {_task_name(config)}:{LIVE}` (now {config['task']})",
+            f"Train as before, on the others: `--task {task_name(config)}:{LIVE}` (now {config['task']})",
         )
     if trainer == TRL_TRAINER:
         return (

@@ -6,6 +6,7 @@ to log. Thresholds are module constants; `docs/advice.md` gives their reasons.
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,10 +77,7 @@ def constant_reward(log: RunLog) -> RuleVerdict:
     if is_solved:
         told += "the task is solved, and the run learns nothing more."
     elif is_highest:
-        told += (
-            "it is the highest of the run, so the task is solved, or the reward function pays for any text. The run "
-        )
-        told += "learns nothing more."
+        told += "it is the highest of the run, so the task is solved, or the reward function pays for any text."
     else:
         told += "the run learns nothing."
     if len(before) >= LEAST_STEPS:
@@ -398,15 +396,15 @@ def falling_reward(log: RunLog) -> RuleVerdict:
     lost = [one for one in (_lost_over_thirds(log), _lost_since_best(log)) if one is not None]
     if not lost or (len(held_out) >= FEWEST_SCORES and held_out.last.mean() >= held_out.first.mean()):
         return None
-    start, end, where, fall = lost[0]
-    best = highest_stretch(reward)
+    fall, best = lost[0], highest_stretch(reward)
     return RunFinding(
         name="falling reward",
         severity="warning",
-        sentence=f"The mean reward fell from {start:.2g} in the {where[0]} to {end:.2g} in the {where[1]}.",
-        since=reward.since(reward.values < (start + end) / 2),
-        number=fall,
-        label=f"mean reward of the {where[1]} minus that of the {where[0]}",
+        sentence=f"The mean reward fell from {fall.start:.2g} in the {fall.since} to {fall.end:.2g} in the "
+        f"{fall.until}.",
+        since=reward.since(reward.values < (fall.start + fall.end) / 2),
+        number=fall.change,
+        label=f"mean reward of the {fall.until} minus that of the {fall.since}",
         evidence="found if the 95 % interval lies below 0 and most of the reward is lost. Prompts that become harder "
         "look the same.",
         change=Change(
@@ -414,18 +412,26 @@ def falling_reward(log: RunLog) -> RuleVerdict:
             direction="down",
             sentence=f"Go back to a checkpoint near step {best}, where the reward was highest, and train on with half "
             "the learning rate. First check that the reward function and the prompts did not change.",
-            effect=f"the mean reward stays near {start:.2g} or above; how far it rises is unknown until a run with "
-            "this change.",
+            effect=f"the mean reward stays near {fall.start:.2g} or above; how far it rises is unknown until a run "
+            "with this change.",
             alternatives=(Alternative("KL weight", "up", "Raise the KL weight."),),
         ),
     )
 
 
-_Loss = tuple[float, float, tuple[str, str], Estimate]
-"""Mean reward before and after, their names, and the change with its interval."""
+class _Fall(NamedTuple):
+    """A fall of the mean reward."""
+
+    start: float
+    end: float
+    since: str
+    """Which steps `start` is the mean of."""
+    until: str
+    """Which steps `end` is the mean of."""
+    change: Estimate
 
 
-def _lost_over_thirds(log: RunLog) -> _Loss | None:
+def _lost_over_thirds(log: RunLog) -> _Fall | None:
     """A fall from the first third to the last, whose interval allows for drift."""
     reward = log.series("reward")
     fall, third = change_over_thirds(reward.values), math.ceil(len(reward) / 3)
@@ -437,10 +443,10 @@ def _lost_over_thirds(log: RunLog) -> _Loss | None:
         is_lost = -fall.value >= FALL_BELOW_ZERO * deviation
     else:
         is_lost = -fall.value >= FALL * deviation and end < FALL_LEFT * start and reward.end < END_LEFT * reward.start
-    return (start, end, ("first third", "last"), fall) if is_lost else None
+    return _Fall(start, end, "first third", "last", fall) if is_lost else None
 
 
-def _lost_since_best(log: RunLog) -> _Loss | None:
+def _lost_since_best(log: RunLog) -> _Fall | None:
     """A fall from the best quarter of the run to its last tenth, five steps or more."""
     reward = log.series("reward")
     quarter, tenth = len(reward) // 4, max(5, len(reward) // 10)
@@ -448,12 +454,13 @@ def _lost_since_best(log: RunLog) -> _Loss | None:
     best = int(means.argmax())
     start, ends = float(means[best]), mean_ends(reward.values[-tenth:])
     end, deviation = float(reward.values[-tenth:].mean()), _reward_deviation(log, slice(best, best + quarter))
-    factor, is_low = (
-        (FALL_FROM_BEST, end < BEST_LEFT * start) if reward.values.min() >= 0 else (2 * FALL_FROM_BEST, True)
-    )
-    if not (deviation > 0 and start - end >= factor * deviation and is_low and ends[1] < start):
+    if reward.values.min() >= 0:
+        is_lost = start - end >= FALL_FROM_BEST * deviation and end < BEST_LEFT * start
+    else:
+        is_lost = start - end >= 2 * FALL_FROM_BEST * deviation
+    if not (is_lost and deviation > 0 and ends[1] < start):
         return None
-    return start, end, ("best quarter", "last tenth"), Estimate(end - start, *(ends - start))
+    return _Fall(start, end, "best quarter", "last tenth", Estimate(end - start, *(ends - start)))
 
 
 def _reward_deviation(log: RunLog, steps: slice) -> float:

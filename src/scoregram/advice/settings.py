@@ -163,16 +163,20 @@ def reward_steps(config: Mapping[str, Any], *repairs: str, also: str = "") -> tu
     return ("Edit the code of the reward function.", *repairs, f"Train again with {changed}.")
 
 
+def task_name(config: Mapping[str, Any]) -> str:
+    """Name of the task of a run, without its argument; empty if the config has none."""
+    return str(config.get("task") or "").partition(":")[0]
+
+
 def draws_problems(config: Mapping[str, Any]) -> bool:
     """Whether the task of a run makes its problems as it goes."""
-    row = TASKS.get(str(config.get("task") or "").partition(":")[0])
+    row = TASKS.get(task_name(config))
     return trainer_of(config) == OWN_TRAINER and row is not None and row.is_generated
 
 
 def has_prompt_list(config: Mapping[str, Any]) -> bool:
     """Whether the prompts of a run are a list that can be shortened: files of its task, or a data set of its user."""
-    is_drawn = draws_problems(config) or str(config.get("task") or "").partition(":")[0] == "python"
-    return trainer_of(config) != OWN_TRAINER or not is_drawn
+    return trainer_of(config) != OWN_TRAINER or not (draws_problems(config) or task_name(config) == "python")
 
 
 def can_sample_dynamically(config: Mapping[str, Any]) -> bool:
