@@ -123,6 +123,7 @@ from scoregram.reading.several import RunSet as RunSet
 from scoregram.reading.several import compared_quantities as compared_quantities
 from scoregram.reading.several import mean_curve as mean_curve
 from scoregram.reading.several import run_sets as run_sets
+from scoregram.reading.step import OF_PROMPTS as OF_PROMPTS
 from scoregram.reading.step import LayerDetail as LayerDetail
 from scoregram.reading.step import Step as Step
 from scoregram.reading.step import StepReading as StepReading

@@ -256,6 +256,8 @@ WHOLE_GRAM = (
 """Scalars that need the Gram between all rollouts of a step."""
 OF_WEIGHTS = WHOLE_GRAM[:8]
 """Those of them that need no rewards."""
+OF_PROMPTS = tuple(f"gram/{name}" for name in WHOLE_GRAM[8:])
+"""The others: scalars that take the prompts of a step for an even draw of all prompts."""
 
 
 def gram_scalars(step: Step) -> dict[str, float]:

@@ -4,6 +4,7 @@ All decisions use earlier steps only, never the rollouts that they are about: a 
 own group would bias leave-one-out gradients. Their state is part of a checkpoint.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -15,6 +16,7 @@ from scoregram.checks import fail
 from scoregram.reading import (
     GROUP_SIZE,
     GROUP_SIZE_WINDOW,
+    OF_PROMPTS,
     Step,
     group_size_scalars,
     noise_scalars,
@@ -291,7 +293,9 @@ class Controller:
             measured = _measured_noise(estimates.moments)[: self.ledger.quantities]
             self.ledger.learn([names[p] for p in places], [sizes[p] for p in places], measured, weights)
         components = measured_prompts.components
-        if components is not None and step.rollouts.group_size is None and min(step.rollouts.group_sizes) >= 4:
+        if self._config.draw == "measured":
+            scalars |= dict.fromkeys(OF_PROMPTS, math.nan)
+        elif components is not None and step.rollouts.group_size is None and min(step.rollouts.group_sizes) >= 4:
             scalars |= noise_scalars(components, len(places))  # the reading leaves out groups of unequal size
         if self._config.group_size != "auto":
             return scalars, None
