@@ -14,8 +14,10 @@ from scipy.stats import t as student
 
 from scoregram.bootstrap import FEWEST, fieller_ratio
 from scoregram.errors import ScoregramError
-from scoregram.reading import POOLED, read_run, run_noise
+from scoregram.exhibits import json_value
+from scoregram.reading import GROUP_SIZE, POOLED, read_run, run_noise
 from scoregram.reading.step import block_scalars
+from scoregram.report.replay_table import show_replay
 from scoregram.report.run_page import summary_table
 from scoregram.runs import open_run
 from scoregram.statistics import NoiseComponents, batch_mse, group_blocks, noise_components
@@ -158,16 +160,28 @@ class Heard:
         self.kept |= {name: value for name, value in scalars.items() if name.startswith("run/")}
 
 
-def test_every_door_gives_the_same_numbers(tmp_path, monkeypatch):
-    """API, page, terminal and tracker of one run; `attach(…).summary()` is a door of tests/test_integrations_trl.py."""
+MOVING = {"group_size": "auto", "batch_size": 32, "steps": 22, "rollouts_every": 5}
+"""The group size moves twice, and not every measured step is stored."""
+
+
+@pytest.mark.parametrize("changes", [{}, MOVING], ids=["fixed groups", "moving groups"])
+def test_every_door_gives_the_same_numbers(changes, tmp_path, monkeypatch, capsys):
+    """API, page, terminal, `whatif` and tracker of a run; `tests/test_integrations_trl.py` has `attach(…).summary()`.
+
+    Where the size moves, the terminal once took the next one for every step, and the page the most common one.
+    """
     heard: dict[str, float] = {}
     monkeypatch.setattr(loop, "open_trackers", lambda *_, **__: Heard(heard))
     screen = Console(file=io.StringIO(), width=400)
-    config = config_for(save_policy(tmp_path / "model"), tmp_path / "run", steps=16, eval_every=0, rollouts_every=1)
+    changes = {"steps": 16, "eval_every": 0, "rollouts_every": 1} | changes
+    config = config_for(save_policy(tmp_path / "model"), tmp_path / "run", **changes)
     train(config, console=screen)
     run = read_run(tmp_path / "run")
     noise = run.noise()
-    assert noise.is_conclusive
+    sizes = [one[GROUP_SIZE] for one in run.lines if GROUP_SIZE in one]
+    assert noise.is_conclusive and (len(set(sizes)) > 1) == ("group_size" in changes)
+    assert run.group_size == (sizes[-1] if sizes else 4)
+    assert run.trust.measured == sum("gram/score_norm" in one for one in run.lines)
     page = {str(row[0]): row[1] for row in summary_table(run).rows}
     labels = {
         "snr": "signal to noise of a step",
@@ -182,6 +196,10 @@ def test_every_door_gives_the_same_numbers(tmp_path, monkeypatch):
     }
     for door, found in doors.items():
         assert found == {name: getattr(noise, name) for name in POOLED}, door
+    capsys.readouterr()
+    assert show_replay(config.out, ["rloo"], as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)["noise"]
+    assert {name: said[name] for name in POOLED} == json_value({name: getattr(noise, name) for name in POOLED})
     finite = {name: getattr(noise, name).value for name in POOLED if math.isfinite(getattr(noise, name).value)}
     assert {name: heard[f"run/{name}"] for name in finite} == finite
     assert noise.sentence() in screen.file.getvalue()  # type: ignore[attr-defined]
