@@ -9,7 +9,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --dist 
 # Of the tests of the TRL integration, those that need TRL; `make test` runs the others.
 TRL_TESTS := $(filter-out tests/test_integrations_trl_parts.py, $(wildcard tests/test_integrations_trl*.py))
 
-.PHONY: run test test-all test-results test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
+.PHONY: run test test-all test-results test-kill test-trl test-sweep test-docs test-browser test-install test-gpu mutants check format clean
 
 run: $(STAMP)
 	$(BIN)/scoregram replicate --preset quick --out runs/quick
@@ -37,6 +37,13 @@ test-sweep: $(STAMP)
 # Here and below, `make test` runs the tests that are not slow.
 test-results: $(STAMP)
 	$(PYTEST) -m "slow and not gpu" tests/test_results*.py tests/test_advice*.py tests/test_planted_faults.py
+
+# Runs and measurements killed at some moments; `make test-all` kills them at every moment.
+KILL_TESTS := tests/test_runs_kill.py::test_killed_at_every_third_operation_and_at_random_moments \
+	tests/test_measure_kill.py::test_a_measurement_killed_at_some_operations_is_completed \
+	tests/test_replication_kill.py::test_a_killed_parent_takes_its_runs_along_after_their_step
+test-kill: $(STAMP)
+	$(PYTEST) -m slow $(KILL_TESTS)
 
 # The slow commands and snippets of the pages, run as printed, and the whole ledger of claims.
 test-docs: $(STAMP)

@@ -91,6 +91,7 @@ def killed(folder: Path, operations: Iterable[int]) -> tuple[int, int]:
     return numbers_reached(kill_measures, folder, model, dump, operations)
 
 
+@pytest.mark.slow  # runs in `make test-kill`
 def test_a_measurement_killed_at_some_operations_is_completed(tmp_path):
     kills, _ = killed(tmp_path, (2, 23, 55))
     assert kills == 3

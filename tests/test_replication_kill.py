@@ -28,6 +28,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow  # runs in `make test-kill`
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the process table of Linux")
 def test_a_killed_parent_takes_its_runs_along_after_their_step(tmp_path):
     model, settings = save_policy(tmp_path / "policy"), {"checkpoint_every": 0, "eval_every": 0}

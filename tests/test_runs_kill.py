@@ -114,6 +114,7 @@ def kill_writers(work: Path, *, stride: int, second_kill: bool, kills: int) -> N
     print("reached", operations, finished)
 
 
+@pytest.mark.slow  # runs in `make test-kill`
 def test_killed_at_every_third_operation_and_at_random_moments(tmp_path):
     operations, _ = numbers_reached(partial(kill_writers, stride=3, second_kill=False, kills=20), tmp_path)
     assert operations == 127  # 42 kills at operations, then 20 that hit: docs/trust.md has both numbers
