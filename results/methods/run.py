@@ -1,6 +1,6 @@
 """Trains every method on every task of this folder, at equal rollouts: `scoregram compare` for each task, one queue.
 
-python run.py OUT [--tasks arithmetic,stopping] [--methods grpo,rloo] [--seeds 6] [--workers 12] [--known FILE.jsonl.xz]
+python run.py OUT [--tasks arithmetic,stopping] [--methods grpo,rloo] [--seeds 6] [--workers 12] [--known FILE …]
 
 The same command continues after an interruption. Runs in the records are not trained again (`collect.py` keeps them).
 `--methods` names those to train, of all that a task has.
@@ -127,8 +127,9 @@ ON_GPU = ("grpo", "dr-grpo", "rloo", "ppo", "optimal-token", "vineppo", "dpo")
 FURTHER = (
     *("grpo", "ppo-monte-carlo", "salt", "g2rl", "delta", "igrpo", "awr", "pass-at-k"),
     *("reinforce-baseline", "dapo", "agro", "tic-length", "reinforce-critic", "reinforce"),
-    *("remax", "reinforce++", "reinforce++-baseline", "optimal", "optimal-loo", "opo", "opo-loo"),
-    *("grpo-trl", "grpo-verl", "grpo-nemo-rl", "grpo-prime-rl", "salt-exact", "g2rl-exact", "ppo-whitened"),
+    *("ppo-whitened", "grpo-trl", "reinforce++", "remax", "opo", "optimal"),
+    *("reinforce++-baseline", "optimal-loo", "opo-loo", "grpo-verl", "grpo-nemo-rl", "grpo-prime-rl"),
+    *("salt-exact", "g2rl-exact"),
 )
 """Methods on GSM8K: in the first comparisons, and later, with `grpo` again beside them.
 
@@ -292,12 +293,13 @@ def chosen_rates(names: Sequence[str], workers: int) -> dict[str, float]:
     return {name: TASKS[name].rate or known[name]["rate"] for name in names}
 
 
-def stored_runs(records: Path | None) -> set[tuple[str, str, int]]:
+def stored_runs(files: Sequence[Path]) -> set[tuple[str, str, int]]:
     """Table, label and seed of the runs in the records."""
-    if records is None:
-        return set()
-    with lzma.open(records, "rt", encoding="utf-8") as lines:
-        return {(run["table"], run["label"], run["seed"]) for run in map(json.loads, lines)}
+    found = set()
+    for path in files:
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            found |= {(run["table"], run["label"], run["seed"]) for run in map(json.loads, lines)}
+    return found
 
 
 def main() -> None:
@@ -309,7 +311,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--prepare", action="store_true", help="build starting policies, choose rates, then stop")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--known", type=Path, help="records whose runs are not trained again")
+    parser.add_argument("--known", type=Path, nargs="*", default=[], help="records whose runs are not trained again")
     given = parser.parse_args()
     known = stored_runs(given.known)
     os.chdir(given.out)
