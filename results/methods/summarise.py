@@ -359,11 +359,13 @@ def gsm8k_runs(*files: str, least_seeds: int = 1) -> dict[str, list[dict[str, An
 def gsm8k_table(*files: str, least_seeds: int = 1) -> str:
     """Sampled and greedy accuracy on GSM8K's test problems, and the gain over the start, paired by problem.
 
-    Runs of a method with the same seed count as one: their mean. The rank is that of the groups of the last step.
+    `grpo` is first, then the methods from the best to the worst, the controls are last. Runs of a method with the same
+    seed count as one: their mean. The rank is that of the groups of the last step.
     """
+    runs = gsm8k_runs(*files, least_seeds=least_seeds)
     first = by_seed(gsm8k_runs(*files)["grpo"], SAMPLED_TEST, "rewards")
     rows = []
-    for label, own in gsm8k_runs(*files, least_seeds=least_seeds).items():
+    for label, own in runs.items():
         after, before = (by_seed(own, SAMPLED_TEST, when) for when in ("rewards", "before"))
         greedy = by_seed(own, GREEDY_TEST, "rewards")
         gain = mean_over_problems(stacked(after) - stacked(before))
@@ -373,21 +375,45 @@ def gsm8k_table(*files: str, least_seeds: int = 1) -> str:
         cells = (mean_over_problems(stacked(after)), gain, mean_over_problems(stacked(greedy)))
         texts = [cell_text(hundred(cell)) for cell in cells]
         shown = "" if label == "grpo" else cell_text(hundred(over))
-        ranks = cell_text(t_mean([known(record["rank"][0]) / known(record["rank"][1]) for record in own]))
-        rows.append((label, f"{len(after)}{again}", f"{steps:.0f}", texts[0], texts[1], shown, texts[2], ranks))
+        place = (label != "grpo", is_control(label), -over.value)
+        seeds = f"{len(after)}{again}"
+        ranks = cell_text(t_mean(last_ranks(own)))
+        rows.append((place, (shown_label(label), seeds, f"{steps:.0f}", texts[0], texts[1], shown, texts[2], ranks)))
     heads = ("method", "seeds", "steps", "sampled, %", "gain over the start", "points over grpo", "greedy, %")
-    return markdown((*heads, "rank over null"), rows)
+    return markdown((*heads, "rank over null"), [row for _, row in sorted(rows, key=lambda row: row[0])])
+
+
+def is_control(label: str) -> bool:
+    """Whether the rewards of a row are random in training."""
+    return ":reward=" in label
+
+
+def shown_label(label: str) -> str:
+    """The method of a label, without options that are the same for all methods of their kind."""
+    return "grpo, random rewards" if is_control(label) else label.split(":")[0]
+
+
+def last_ranks(own: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Rank over null of every seed, the mean over its runs."""
+    ratios = [(record["seed"], known(record["rank"][0]) / known(record["rank"][1])) for record in own]
+    return [float(np.mean([ratio for at, ratio in ratios if at == seed])) for seed in sorted({*dict(ratios)})]
 
 
 def qwen_spread_table() -> str:
     """How far sampled accuracies on GSM8K must differ if the noise of all methods is pooled, and which do."""
-    every = [label for label in gsm8k_runs(*QWEN_FILES, least_seeds=3) if not label.startswith("grpo:")]
+    every = [label for label in gsm8k_runs(*QWEN_FILES, least_seeds=3) if not is_control(label)]
     even = [label for label in every if label not in UNEVEN]
+    apart = qwen_spread(even)
+    level = [label for label, gain in zip(even, apart.gains, strict=True) if abs(gain) <= apart.half]
     rows = []
-    for shown, labels in (("all", every), (f"without {' and '.join(UNEVEN)}", even)):
+    for shown, labels in (
+        ("all", every),
+        (f"without {' and '.join(UNEVEN)}", even),
+        ("of these none that survives", level),
+    ):
         found = qwen_spread(labels)
         behind = [
-            f"{label.split(':')[0]} {gain:+.1f}"
+            f"{shown_label(label)} {gain:+.1f}"
             for label, gain in zip(labels, found.gains, strict=True)
             if abs(gain) > found.half
         ]
