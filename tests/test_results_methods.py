@@ -17,6 +17,11 @@ pytestmark = pytest.mark.slow  # runs in `make test-results`
 FOLDER = Path(__file__).parent.parent / "results" / "methods"
 
 
+@pytest.fixture(autouse=True)
+def scripts_import_each_other(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
 @cache
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"methods_{name}", FOLDER / f"{name}.py")
@@ -28,10 +33,10 @@ def script(name: str) -> ModuleType:
 
 def test_every_method_that_applies_ran_with_every_seed_and_the_same_budget():
     """The methods are those of the day: a row that `METHODS` got later is in the queue of `run.py` and not in here."""
-    summarise, tasks = script("summarise"), script("run").TASKS
+    packed, tasks = script("packed"), script("run").TASKS
     recorded = json.loads((FOLDER / "setting.json").read_text())["settings"]
-    for name in summarise.table_names():
-        own = [record for record in summarise.records() if record["table"] == name]
+    for name in packed.table_names():
+        own = [record for record in packed.records() if record["table"] == name]
         methods = {label.split(":")[0] for label in recorded[name]["methods"]}
         assert methods | set(tasks[name].left_out) <= set(METHODS) and not methods & set(tasks[name].left_out)
         assert methods <= {label.split(":")[0] for label in tasks[name].methods.split(",")}
@@ -47,7 +52,7 @@ def test_every_method_that_applies_ran_with_every_seed_and_the_same_budget():
 
 def test_methods_that_came_later_and_their_open_tasks_are_named():
     recorded = json.loads((FOLDER / "setting.json").read_text())["settings"]
-    run, names = script("run"), script("summarise").table_names()
+    run, names = script("run"), script("packed").table_names()
     missing = {
         (method.split(":")[0], name)
         for name in names
@@ -58,9 +63,9 @@ def test_methods_that_came_later_and_their_open_tasks_are_named():
 
 
 def test_all_methods_of_a_seed_have_the_same_start_and_rate():
-    summarise, rates = script("summarise"), json.loads((FOLDER / "setting.json").read_text())["rates"]
-    for name in summarise.table_names():
-        own = [record for record in summarise.records() if record["table"] == name]
+    packed, rates = script("packed"), json.loads((FOLDER / "setting.json").read_text())["rates"]
+    for name in packed.table_names():
+        own = [record for record in packed.records() if record["table"] == name]
         for seed in {record["seed"] for record in own}:
             assert len({record["lines"][0]["eval/reward"] for record in own if record["seed"] == seed}) == 1
         best = script("run").TASKS[name].rate
@@ -72,7 +77,7 @@ def test_all_methods_of_a_seed_have_the_same_start_and_rate():
 
 
 def test_evaluations_are_the_means_of_the_rewards_beside_them():
-    for record in script("summarise").records():
+    for record in script("packed").records():
         rewards = record["tests"]["test, greedy"]["rewards"]
         assert np.mean(rewards) == pytest.approx(record["lines"][-1]["eval/reward"], abs=1e-5)
         # Packed rewards are rounded, and spell_backward pays 0.9999999999999999 for some wrong answers.
@@ -83,7 +88,7 @@ def test_evaluations_are_the_means_of_the_rewards_beside_them():
 def test_the_spread_of_two_methods_is_the_paired_t_test():
     """With two methods the F test is the square of the paired t test, and nothing is corrected for."""
     values = np.random.default_rng(0).normal(size=(2, 7)) + np.array([[0.0], [1.0]])
-    found = script("summarise").spread_of(["a", "b"], values)
+    found = script("packed").spread_of(["a", "b"], values)
     paired = ttest_rel(values[1], values[0])
     assert found.p_equal == pytest.approx(paired.pvalue)
     low, high = paired.confidence_interval(0.95)
@@ -94,11 +99,11 @@ def test_methods_without_a_difference_rarely_survive():
     """35 equal methods, three seeds with effects of their own: some method survives in at most 5 % of the tables."""
     rng, survived, trials = np.random.default_rng(1), 0, 2000
     for _ in range(trials):
-        found = script("summarise").spread_of([""] * 35, 3 * rng.normal(size=(1, 3)) + rng.normal(size=(35, 3)))
+        found = script("packed").spread_of([""] * 35, 3 * rng.normal(size=(1, 3)) + rng.normal(size=(35, 3)))
         survived += bool((np.abs(found.gains) > found.half).any())
     assert survived / trials <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / trials)
     rows = rng.normal(size=(4, 500))  # without seed effects, many seeds: the F test is that of one way
-    assert script("summarise").spread_of([""] * 4, rows).p_equal == pytest.approx(f_oneway(*rows).pvalue, abs=0.02)
+    assert script("packed").spread_of([""] * 4, rows).p_equal == pytest.approx(f_oneway(*rows).pvalue, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "chance"), [("random_in_training", 0.08), ("random_in_training_qwen", 0.15)])
@@ -119,7 +124,7 @@ GSM8K_TABLES = pytest.mark.parametrize(
 @GSM8K_TABLES
 def test_the_control_is_a_row_of_gsm8k_with_its_own_reward(tmp_path, name, control):
     config = script("run").comparison_config(name, tmp_path, seeds=1, rate=1e-4)
-    labels = {record["label"] for record in script("summarise").records(f"{name}.jsonl.xz")}
+    labels = {record["label"] for record in script("packed").records(f"{name}.jsonl.xz")}
     assert {choice.label for choice in config.choices} == labels
     rewards = {choice.label: config.run_config(choice, 0).reward for choice in config.choices}
     named = f"rewards:{control}"
@@ -133,7 +138,7 @@ def test_the_control_is_a_row_of_gsm8k_with_its_own_reward(tmp_path, name, contr
 )
 def test_runs_on_gsm8k_have_the_same_start_problems_rate_and_budget(file, name):
     """Runs with other kernels, whose start answers a few problems otherwise, have a file of their own."""
-    setting, own = script("run").TASKS[name], script("summarise").records(f"{file}.jsonl.xz")
+    setting, own = script("run").TASKS[name], script("packed").records(f"{file}.jsonl.xz")
     tried = json.loads((FOLDER / "setting.json").read_text())["rates"].get(name)
     rate = setting.rate or tried["rate"]
     assert {record["settings"]["learning_rate"] for record in own} == {rate}
@@ -167,7 +172,7 @@ def test_every_method_is_planned_on_gsm8k_once_or_has_a_reason(tmp_path):
 def test_methods_that_one_update_makes_equal_end_with_the_same_rewards(task):
     greedy = {
         (record["label"], record["seed"]): tuple(record["tests"]["test, greedy"]["rewards"])
-        for record in script("summarise").records("runs.jsonl.xz")
+        for record in script("packed").records("runs.jsonl.xz")
         if record["table"] == task
     }
     for method, reason in script("run").ONE_UPDATE.items():
@@ -177,8 +182,8 @@ def test_methods_that_one_update_makes_equal_end_with_the_same_rewards(task):
 
 
 def test_methods_of_the_qwen_table_have_three_seeds_and_its_rate_is_that_of_the_first_runs():
-    summarise = script("summarise")
-    runs = summarise.gsm8k_runs(*summarise.QWEN_FILES, least_seeds=3)
+    gsm8k = script("gsm8k")
+    runs = gsm8k.gsm8k_runs(*gsm8k.QWEN_FILES, least_seeds=3)
     assert {frozenset(record["seed"] for record in own) for own in runs.values()} == {frozenset(range(3))}
     assert {record["settings"]["learning_rate"] for own in runs.values() for record in own} == {3e-6}
     labels = {label.split(":")[0] for label in runs}
@@ -191,16 +196,29 @@ def test_methods_of_the_qwen_table_have_three_seeds_and_its_rate_is_that_of_the_
         "pass-at-k",
         "dapo",
     }
-    assert set(summarise.UNEVEN) < set(runs)
+    assert set(gsm8k.UNEVEN) < set(runs)
 
 
 def test_runs_of_one_seed_count_as_their_mean():
-    summarise = script("summarise")
     one, two, other = (
         {"seed": s, "tests": {"test": {"rewards": r}}} for s, r in ((0, [0, 1]), (0, [1, 1]), (1, [0, 0]))
     )
-    found = summarise.by_seed([one, other, two], "test", "rewards")
+    found = script("gsm8k").by_seed([one, other, two], "test", "rewards")
     assert list(found) == [0, 1] and found[0].tolist() == [0.5, 1.0] and found[1].tolist() == [0.0, 0.0]
+
+
+def test_a_mean_of_methods_is_compared_with_grpo_over_seeds():
+    contrasts, returns = script("contrasts"), {}
+    for record in script("packed").records():
+        if record["table"] == "stopping":
+            returns[record["label"], record["seed"]] = np.mean(record["tests"]["test, greedy"]["rewards"])
+    methods, grpo = (
+        [[returns[name, seed] for seed in range(6)] for name in names] for names in (contrasts.UNDIVIDED, ["grpo"])
+    )
+    expected = ttest_rel(np.mean(methods, axis=0), grpo[0])
+    found = contrasts.mean_difference(contrasts.UNDIVIDED)
+    interval = expected.confidence_interval()
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
 
 
 def test_every_table_of_the_pages_follows_from_the_records():

@@ -4,31 +4,39 @@ python summarise.py            prints them
 python summarise.py --write    writes them into README.md and docs/methods.md
 """
 
-import json
-import lzma
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import f as fisher
-from scipy.stats import t as student
+from contrasts import contrasts_table
+from gsm8k import QWEN_FILES, gsm8k_table, qwen_spread_table
+from packed import (
+    HERE,
+    Spread,
+    comparison,
+    composition_gaps,
+    known,
+    level_of,
+    markdown,
+    part,
+    records,
+    seed_means,
+    spread_of,
+    table_names,
+)
 
-from scoregram.advantages import ESTIMATORS
 from scoregram.bootstrap import t_mean
-from scoregram.compare.intervals import mean_over_problems, verdict
-from scoregram.compare.results import ACCURACY, MethodComparison, MethodResult, RankedOutcome, RunResult
+from scoregram.compare.intervals import verdict
+from scoregram.compare.results import ACCURACY
 from scoregram.compare.table import accuracy_table, shown_estimate, update_table
-from scoregram.exhibits import Estimate, Table, cell_text
-from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading
+from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading import RunReading
 from scoregram.training import METHODS
 
-HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "methods.md"
 LEVELS = {"group": "one advantage per rollout", "turn": "one per turn", "token": "one per token or step"}
 TURN_PAIRS = (("turn-rloo", "rloo"), ("turn-rloo", "grpo-paper"), ("turn-mean", "turn-rloo"), ("gigpo", "grpo"))
@@ -38,134 +46,12 @@ CREDIT_SCALARS = {
     "filler share of credit": "credit/filler_share",
     "filler share of push": "push/filler_share",
 }
-QWEN_FILES = ("gsm8k-qwen.jsonl.xz", "gsm8k-qwen-further.jsonl.xz", "gsm8k-qwen-later.jsonl.xz")
-"""The first seven methods and the control; further methods, with `grpo` again."""
-UNEVEN = ("igrpo", "vineppo")
-"""Methods whose runs on GSM8K do not have the noise of the others: seeds of one differ widely, one makes one update."""
 NOTABLE_COST = 1.3
 """A method whose step takes this many times as long as that of `grpo` on some task has a row in the table of costs."""
 MEASUREMENTS = ("push/size", "credit/correlation", "time/eval")
 """Scalars of steps whose time includes a measurement or an evaluation."""
 SHOWN_UPDATES = ("method", "update signal to noise", "rank over null", "credit correlation", "credit error")
 SHOWN_FILLER = ("filler share of credit", "filler share of push", "filler tokens")
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRun(RunReading):
-    """A run whose groups were packed into their mean rank and its null."""
-
-    packed_rank: tuple[float, float] = (math.nan, math.nan)
-
-    @cached_property
-    def rank_means(self) -> tuple[float, float]:
-        """Mean rank and mean null, as packed."""
-        return self.packed_rank
-
-
-@cache
-def records(file: str = "runs.jsonl.xz") -> list[dict[str, Any]]:
-    """One record per run, as `collect.py` wrote them."""
-    with lzma.open(HERE / file, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def known(value: float | None) -> float:
-    """A packed number: null is `nan`."""
-    return math.nan if value is None else value
-
-
-def packed_run(record: Mapping[str, Any]) -> RunResult:
-    """A record as the run that `scoregram compare` would read."""
-    lines = [{name: known(value) for name, value in line.items()} for line in record["lines"]]
-    last = int(lines[-1]["step"])
-    tests = {
-        kind: {last: dict(zip(found["problems"], map(known, found["rewards"]), strict=True))}
-        for kind, found in record["tests"].items()
-    }
-    rank, null = map(known, record["rank"])
-    run = PackedRun(record["settings"], (), lines, [], tests=tests, packed_rank=(rank, null))
-    return RunResult(record["seed"], run)
-
-
-@cache
-def comparison(table: str) -> MethodComparison:
-    """The comparison of one task, with the seeds that all its methods have."""
-    own = [record for record in records() if record["table"] == table]
-    seeds = set.intersection(*({r["seed"] for r in own if r["label"] == label} for label in {r["label"] for r in own}))
-    runs: dict[str, list[RunResult]] = {}
-    for record in own:
-        if record["seed"] in seeds:
-            runs.setdefault(record["label"], []).append(packed_run(record))
-    first = own[0]["settings"]
-    setting = {**first, "seeds": len(seeds), "target": None}
-    return MethodComparison(setting, [MethodResult(label, found) for label, found in runs.items()])
-
-
-def table_names() -> list[str]:
-    """The tasks, in the order of the runs."""
-    order = ("arithmetic", "compositions", "calculator", "stopping")
-    found = dict.fromkeys(record["table"] for record in records())
-    return [*(name for name in order if name in found), *(name for name in found if name not in order)]
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def part(table: Table, columns: Sequence[str]) -> str:
-    """Some columns of a table in Markdown."""
-    places = [table.columns.index(name) for name in columns if name in table.columns]
-    return markdown([table.columns[p] for p in places], [[cell_text(row[p]) for p in places] for row in table.rows])
-
-
-# Multiplicity
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Differences between methods with one noise level for all of them."""
-
-    labels: Sequence[str]
-    gains: np.ndarray
-    """`(M,)` mean over seeds minus that of the first method."""
-    half: float
-    """Half width of an interval for one gain, at 95 % over all `M - 1` gains together (Bonferroni)."""
-    p_equal: float
-    """p-value of the F test that all methods have the same mean."""
-    deviation: float
-    """Standard deviation of one run, without the means of its method and of its seed."""
-
-
-def spread_of(labels: Sequence[str], values: np.ndarray) -> Spread:
-    """Two-way analysis of variance of `(methods, seeds)` values: methods and seeds add, the rest is noise.
-
-    `s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M−1)(S−1))`. The difference of two methods has the variance `2 s²/S`. All
-    methods lend their seeds to one estimate of the noise, which assumes that it is the same for each. With one seed the
-    noise is not known: `nan`.
-    """
-    methods, seeds = values.shape
-    by_method, by_seed = values.mean(1, keepdims=True), values.mean(0, keepdims=True)
-    if seeds == 1:
-        return Spread(labels, (by_method - by_method[0]).ravel(), math.nan, math.nan, math.nan)
-    rest = values - by_method - by_seed + values.mean()
-    degrees = (methods - 1) * (seeds - 1)
-    noise = float((rest * rest).sum()) / degrees
-    between = seeds * float(((by_method - values.mean()) ** 2).sum()) / (methods - 1)
-    quantile = float(student.ppf(1 - 0.05 / (2 * (methods - 1)), degrees))
-    return Spread(
-        labels,
-        (by_method - by_method[0]).ravel(),
-        quantile * math.sqrt(2 * noise / seeds),
-        float(fisher.sf(between / noise, methods - 1, degrees)) if noise else math.nan,
-        math.sqrt(noise),
-    )
-
-
-def seed_means(method: MethodResult, outcome: RankedOutcome, split: str = "") -> dict[int, float]:
-    """Seed → mean outcome of the test problems after the last step."""
-    return {run.seed: float(np.mean([*run.outcomes(split, outcome).values()])) for run in method.runs}
 
 
 @cache
@@ -245,11 +131,6 @@ def spread_table() -> str:
     return markdown([*heads.split(", "), "survive"], rows)
 
 
-def level_of(label: str) -> str:
-    """Level of a method's credit: group, turn or token."""
-    return ESTIMATORS[METHODS[label.split(":")[0]].estimator].level
-
-
 def level_table() -> str:
     """Mean outcome of all methods of one level of credit, and its difference to the methods with one advantage."""
     rows = []
@@ -317,14 +198,6 @@ def push_table() -> str:
     return markdown(("method", "filler tokens, %", "credit of filler, over its tokens", "push, over its tokens"), rows)
 
 
-def composition_gaps(label: str) -> np.ndarray:
-    """One number per seed: points on held-out combinations minus points on known ones."""
-    found = comparison("compositions")
-    method = next(method for method in found.methods if method.label == label)
-    known_sums, composed = (seed_means(method, found.outcome, split) for split in ("", "composition"))
-    return np.array([100 * (composed[seed] - known_sums[seed]) for seed in sorted(known_sums)])
-
-
 def composition_table() -> str:
     """Accuracy on new sums of known combinations, on held-out combinations, and the gap."""
     found = comparison("compositions")
@@ -345,104 +218,6 @@ def composition_table() -> str:
 def filler_table() -> str:
     """Credit and push on filler, and how credit correlates with the true advantages, on `arithmetic`."""
     return part(update_table(comparison("arithmetic")), (*SHOWN_UPDATES, *SHOWN_FILLER))
-
-
-def gsm8k_runs(*files: str, least_seeds: int = 1) -> dict[str, list[dict[str, Any]]]:
-    """Method → its runs on GSM8K; methods with fewer seeds are left out."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for record in (record for file in files for record in records(file)):
-        runs.setdefault(record["label"], []).append(record)
-    counts = {label: len({one["seed"] for one in own}) for label, own in runs.items()}
-    return {label: own for label, own in runs.items() if counts[label] >= least_seeds}
-
-
-def gsm8k_table(*files: str, least_seeds: int = 1) -> str:
-    """Sampled and greedy accuracy on GSM8K's test problems, and the gain over the start, paired by problem.
-
-    `grpo` is first, then the methods from the best to the worst, the controls are last. Runs of a method with the same
-    seed count as one: their mean. The rank is that of the groups of the last step.
-    """
-    runs = gsm8k_runs(*files, least_seeds=least_seeds)
-    first = by_seed(gsm8k_runs(*files)["grpo"], SAMPLED_TEST, "rewards")
-    rows = []
-    for label, own in runs.items():
-        after, before = (by_seed(own, SAMPLED_TEST, when) for when in ("rewards", "before"))
-        greedy = by_seed(own, GREEDY_TEST, "rewards")
-        gain = mean_over_problems(stacked(after) - stacked(before))
-        over = mean_over_problems(np.array([after[seed] - first[seed] for seed in after if seed in first]))
-        again = "" if len(own) == len(after) else f" ({len(own)} runs)"
-        steps = np.mean([record["lines"][-1]["step"] for record in own])
-        cells = (mean_over_problems(stacked(after)), gain, mean_over_problems(stacked(greedy)))
-        texts = [cell_text(hundred(cell)) for cell in cells]
-        shown = "" if label == "grpo" else cell_text(hundred(over))
-        place = (label != "grpo", is_control(label), -over.value)
-        seeds = f"{len(after)}{again}"
-        ranks = cell_text(t_mean(last_ranks(own)))
-        rows.append((place, (shown_label(label), seeds, f"{steps:.0f}", texts[0], texts[1], shown, texts[2], ranks)))
-    heads = ("method", "seeds", "steps", "sampled, %", "gain over the start", "points over grpo", "greedy, %")
-    return markdown((*heads, "rank over null"), [row for _, row in sorted(rows, key=lambda row: row[0])])
-
-
-def is_control(label: str) -> bool:
-    """Whether the rewards of a row are random in training."""
-    return ":reward=" in label
-
-
-def shown_label(label: str) -> str:
-    """The method of a label, without options that are the same for all methods of their kind."""
-    return "grpo, random rewards" if is_control(label) else label.split(":")[0]
-
-
-def last_ranks(own: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Rank over null of every seed, the mean over its runs."""
-    ratios = [(record["seed"], known(record["rank"][0]) / known(record["rank"][1])) for record in own]
-    return [float(np.mean([ratio for at, ratio in ratios if at == seed])) for seed in sorted({*dict(ratios)})]
-
-
-def qwen_spread_table() -> str:
-    """How far sampled accuracies on GSM8K must differ if the noise of all methods is pooled, and which do."""
-    every = [label for label in gsm8k_runs(*QWEN_FILES, least_seeds=3) if not is_control(label)]
-    even = [label for label in every if label not in UNEVEN]
-    apart = qwen_spread(even)
-    level = [label for label, gain in zip(even, apart.gains, strict=True) if abs(gain) <= apart.half]
-    rows = []
-    for shown, labels in (
-        ("all", every),
-        (f"without {' and '.join(UNEVEN)}", even),
-        ("of these none that survives", level),
-    ):
-        found = qwen_spread(labels)
-        behind = [
-            f"{shown_label(label)} {gain:+.1f}"
-            for label, gain in zip(labels, found.gains, strict=True)
-            if abs(gain) > found.half
-        ]
-        numbers = (f"{found.deviation:.1f}", f"{found.p_equal:.2g}", f"{found.half:.1f}")
-        rows.append((f"{len(labels)}, {shown}", *numbers, ", ".join(behind) or "none"))
-    return markdown(("methods", "deviation of a run", "p equal", "needed gain", "survive"), rows)
-
-
-def qwen_spread(labels: Sequence[str]) -> Spread:
-    """The spread of sampled accuracies, in points."""
-    runs = gsm8k_runs(*QWEN_FILES, least_seeds=3)
-    tests = [by_seed(runs[label], SAMPLED_TEST, "rewards") for label in labels]
-    return spread_of(labels, np.array([[100 * values.mean() for values in own.values()] for own in tests]))
-
-
-def by_seed(own: Sequence[Mapping[str, Any]], kind: str, when: str) -> dict[int, np.ndarray]:
-    """Seed → reward of each test problem, the mean over runs with this seed."""
-    tests = [(record["seed"], np.array(record["tests"][kind][when], dtype=float)) for record in own]
-    return {seed: np.mean([values for at, values in tests if at == seed], axis=0) for seed in sorted({*dict(tests)})}
-
-
-def stacked(values: Mapping[int, np.ndarray]) -> np.ndarray:
-    """`(seeds, problems)`."""
-    return np.array([*values.values()])
-
-
-def hundred(estimate: Estimate) -> Estimate:
-    """In percent."""
-    return Estimate(*(100 * value for value in (estimate.value, estimate.low, estimate.high)))
 
 
 def seconds_per_step(record: Mapping[str, Any]) -> float:
@@ -517,6 +292,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "gsm8k-qwen": lambda: gsm8k_table(*QWEN_FILES, least_seeds=3),
         "gsm8k-qwen-spread": qwen_spread_table,
         "push": push_table,
+        "contrasts": contrasts_table,
         "cost": lambda: cost_table("arithmetic", "calculator", "GSM8K"),
         "every cost": cost_table,
     }

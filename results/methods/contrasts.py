@@ -1,0 +1,121 @@
+"""The comparisons that docs/methods.md states in words and no other table holds."""
+
+from collections.abc import Collection, Sequence
+from itertools import product
+
+import numpy as np
+from gsm8k import QWEN_FILES, UNEVEN, by_seed, gsm8k_runs, shown_label
+from packed import comparison, composition_gaps, hundred, level_of, markdown, seed_means
+
+from scoregram.bootstrap import t_mean
+from scoregram.compare.intervals import mean_over_problems
+from scoregram.compare.results import MethodResult
+from scoregram.compare.table import shown_estimate
+from scoregram.exhibits import Estimate, cell_text
+from scoregram.reading import SAMPLED_TEST
+
+UNDIVIDED = (
+    *("grpo-paper", "rloo", "opo-loo", "pass-at-k", "dr-grpo"),
+    *("opo", "optimal", "optimal-loo", "grpo-prime-rl"),
+)
+"""Methods with a group baseline that do not divide by the deviation of the group, without the copies of `rloo`."""
+UNDIVIDED_FURTHER = ("reinforce", "reinforce-baseline", "reinforce-critic", "remax")
+"""Methods with another baseline, or none, that do not divide either."""
+FIRST_LOSSES = (
+    *(("arithmetic", "vineppo"), ("compositions", "vineppo"), ("spell_backward", "vineppo")),
+    *(("spell_backward", "igrpo"), ("rotate_matrix", "agro"), ("spell_backward", "agro")),
+)
+"""Task and method of the losses by both criteria with seeds 0 to 2."""
+
+
+def contrasts_table() -> str:
+    """Every comparison with its interval; accuracies in points."""
+    sampled, alone = "GSM8K, sampled", "one advantage per rollout"
+    rows = [
+        (sampled, f"{mine} minus ppo", qwen_difference(mine, "ppo")) for mine in ("ppo-whitened", "ppo-monte-carlo")
+    ]
+    rows.append(("GSM8K, greedy", "grpo, last minus first", greedy_gain()))
+    for name, (which, file) in product(
+        ("remax", "agro", "delta"), (("first", QWEN_FILES[0]), ("later", QWEN_FILES[1]))
+    ):
+        rows.append((sampled, f"{name} minus the {which} runs of grpo, seeds 0 and 1", batch_difference(name, file)))
+    rows.append(("spell_backward", "ppo-whitened minus ppo", difference("spell_backward", "ppo-whitened", "ppo")))
+    for names in (UNDIVIDED, UNDIVIDED + UNDIVIDED_FURTHER):
+        rows.append(("stopping", f"mean of {', '.join(names)}, minus grpo", mean_difference(names)))
+    for (task, name), seeds in product(FIRST_LOSSES, (range(3), range(3, 6))):
+        what = f"{name} minus grpo, seeds {seeds[0]} to {seeds[-1]}"
+        rows.append((task, what, difference(task, name, "grpo", seeds)))
+    for task in ("arithmetic", "compositions", "rotate_matrix"):
+        rows.append((task, f"finer credit minus {alone}, without {' and '.join(UNEVEN)}", level_difference(task)))
+    what = f"held-out minus known combinations, finer credit minus {alone}"
+    rows.append(("compositions", what, composition_difference()))
+    return markdown(
+        ("task", "comparison", "difference"), [(task, what, cell_text(found)) for task, what, found in rows]
+    )
+
+
+def difference(task: str, mine: str, theirs: str, seeds: Collection[int] = range(6)) -> Estimate:
+    """Difference of two methods, paired by seed and problem."""
+    found = comparison(task)
+    both = [
+        MethodResult(method.label, [run for run in method.runs if run.seed in seeds])
+        for name in (mine, theirs)
+        for method in found.methods
+        if method.label.split(":")[0] == name
+    ]
+    return shown_estimate(both[0].gain_over(both[1], found.outcome), found.outcome)
+
+
+def mean_difference(names: Sequence[str]) -> Estimate:
+    """Mean of some methods minus `grpo` on `stopping`, over seeds."""
+    found = comparison("stopping")
+    means = {method.label: seed_means(method, found.outcome) for method in found.methods}
+    return t_mean([float(np.mean([means[n][s] - means["grpo"][s] for n in names])) for s in means["grpo"]])
+
+
+def level_difference(task: str) -> Estimate:
+    """Credit per token or step minus one advantage per rollout, means over methods, over seeds."""
+    found = comparison(task)
+    levels: dict[str, list[dict[int, float]]] = {}
+    for method in found.methods:
+        if method.label.split(":")[0] not in UNEVEN:
+            levels.setdefault(level_of(method.label), []).append(seed_means(method, found.outcome))
+    token, group = (np.array([[*own.values()] for own in levels[level]]).mean(0) for level in ("token", "group"))
+    return shown_estimate(t_mean((token - group).tolist()), found.outcome)
+
+
+def composition_difference() -> Estimate:
+    """The gap between held-out and known combinations: methods with finer credit minus the others, over seeds."""
+    labels = [method.label for method in comparison("compositions").methods]
+    token, group = (
+        np.mean([composition_gaps(label) for label in labels if level_of(label) == level], axis=0)
+        for level in ("token", "group")
+    )
+    return t_mean((token - group).tolist())
+
+
+def qwen_outcomes(name: str, *files: str) -> dict[int, np.ndarray]:
+    """Seed → sampled accuracy of every test problem; the control is no run of `grpo`."""
+    own = [run for label, runs in gsm8k_runs(*files).items() if shown_label(label) == name for run in runs]
+    return by_seed(own, SAMPLED_TEST, "rewards")
+
+
+def qwen_difference(mine: str, theirs: str) -> Estimate:
+    """Difference of sampled accuracies on GSM8K, in points, paired by seed and problem."""
+    first, second = (qwen_outcomes(name, *QWEN_FILES) for name in (mine, theirs))
+    return hundred(mean_over_problems(np.array([first[seed] - second[seed] for seed in first if seed in second])))
+
+
+def batch_difference(name: str, file: str) -> Estimate:
+    """A method minus the runs of `grpo` in one file, with seeds 0 and 1, in points; without an interval."""
+    mine, theirs = qwen_outcomes(name, *QWEN_FILES), qwen_outcomes("grpo", file)
+    return Estimate(100 * float(np.mean([mine[seed].mean() - theirs[seed].mean() for seed in (0, 1)])))
+
+
+def greedy_gain() -> Estimate:
+    """Gain of the greedy accuracy of `grpo` on GSM8K, in points, over seeds: greedy starts are stored as a mean."""
+    gains: dict[int, list[float]] = {}
+    for run in gsm8k_runs(*QWEN_FILES)["grpo"]:
+        first, last = (run["lines"][place]["eval/accuracy"] for place in (0, -1))
+        gains.setdefault(run["seed"], []).append(100 * (last - first))
+    return t_mean([float(np.mean(own)) for own in gains.values()])
