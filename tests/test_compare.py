@@ -65,6 +65,13 @@ def test_every_run_has_the_shared_settings_and_its_own_options():
         ({"methods": "grpo,grpo"}, "compare --methods: must name each method once"),
         ({"methods": "grpo:learning_rate"}, "an option of grpo must be OPTION=VALUE"),
         ({"methods": "grpo:speed=3"}, "an option of grpo must be OPTION=VALUE"),
+        (
+            {"methods": "grpo:max_new_tokens=3"},
+            "max_new_tokens belongs to the whole comparison",
+        ),  # tests sample with it
+        ({"methods": "grpo:train-problems=2"}, "train_problems belongs to the whole comparison"),
+        ({"methods": "grpo,grpo:beta=0"}, "once, got the same settings as grpo and grpo:beta=0"),
+        ({"methods": "rloo,grpo:learning_rate=nan"}, "compare --methods grpo:learning_rate=nan: train --learning-rate"),
         ({"methods": "grpo:seed=3"}, "seed belongs to the whole comparison and must not be an option of grpo"),
         ({"methods": "grpo:reward=my:chance"}, "reward belongs to the whole comparison"),
         ({"methods": "grpo:keep-evidence=false"}, "keep_evidence belongs to the whole comparison"),
@@ -192,14 +199,32 @@ def test_a_method_without_a_finished_run_is_named():
     grpo, better, mixed = whole.methods
     lost = replace(whole, methods=[grpo, replace(better, runs=[]), mixed])
     assert (
-        "no significant difference to grpo for mixed (-16.7 points); better has no finished run."
+        "no significant difference to grpo for mixed (-16.7 points); better has no run with 160 rollouts."
         in verdict_sentence(lost)
     )
     setting = {**whole.setting, "target": None}
     headless = MethodComparison(setting, [replace(grpo, runs=[]), better, replace(mixed, runs=[])])
-    assert verdict_sentence(headless).endswith("3 seeds: grpo, mixed have no finished run.")
+    assert verdict_sentence(headless).endswith("3 seeds: grpo, mixed have no run with 160 rollouts.")
     table = accuracy_table(headless)
     assert column(table, "method") == ["better"] and not any("nan" in name for name in table.columns)
+
+
+def test_the_caption_says_what_is_missing_and_what_an_interval_without_width_means():
+    whole = hand_made()
+    grpo, better, mixed = whole.methods
+    assert "Missing" not in accuracy_table(whole).caption and "seeds that both" not in accuracy_table(whole).caption
+    uneven = accuracy_table(
+        replace(whole, methods=[grpo, replace(better, runs=better.runs[:2]), replace(mixed, runs=[])])
+    )
+    assert uneven.caption.endswith(
+        "Differences use the seeds that both methods have. Missing: better has 2 of 3 seeds, mixed has no run with 160 "
+        "rollouts."
+    )
+    flat = MethodComparison(
+        whole.setting, [MethodResult("grpo", [run_of(seed, [1, 1, 1, 1], [0.0, 1.0, 1.0]) for seed in range(3)])]
+    )
+    assert "An interval without width" in accuracy_table(flat).caption
+    assert "An interval without width" not in accuracy_table(replace(whole, methods=[better])).caption
 
 
 def test_a_target_is_checked_where_the_outcome_is_known():

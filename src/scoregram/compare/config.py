@@ -3,14 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from scoregram.errors import fail, lookup, spelling_remedy
+from scoregram.errors import ScoregramError, fail, lookup, spelling_remedy
 from scoregram.training import METHODS, TrainConfig
 
 EVALUATIONS_PER_RUN = 10
@@ -18,8 +18,8 @@ EVALUATIONS_PER_RUN = 10
 
 OF_THE_COMPARISON = (
     *("out", "resume", "overwrite", "method", "seed", "steps", "rollouts", "every_rollouts"),
-    *("measure_every", "eval_every", "eval_problems", "lr_schedule", "task", "reward", "model", "threads"),
-    "keep_evidence",
+    *("measure_every", "eval_every", "eval_problems", "eval_samples", "lr_schedule", "task", "train_problems"),
+    *("reward", "model", "prompt", "max_new_tokens", "max_turns", "threads", "keep_evidence"),
 )
 """Settings that cannot be options of one method: the comparison sets them, or they must be equal for all runs."""
 
@@ -114,12 +114,11 @@ class CompareConfig(TrainConfig):
             remedy = "Leave out one comma, or name the missing method."
             fail("compare --methods", "must name a method between commas", repr(self.methods), remedy)
         chosen = tuple(map(method_choice, texts))
-        names = [one.folder for one in chosen]
-        is_repeated = any(
-            (one.method, one.options) == (other.method, other.options) for one, other in combinations(chosen, 2)
-        )
-        if is_repeated or len(set(names)) < len(names):
-            fail("compare --methods", "must name each method once", self.methods, "Give one of them other options.")
+        runs = [replace(self.run_config(one, seed=0), out=self.out) for one in chosen]  # a default may be spelled out
+        for (one, run), (other, same) in combinations(zip(chosen, runs, strict=True), 2):
+            if run == same or one.folder == other.folder:
+                got = f"the same settings as {one.label} and {other.label}"
+                fail("compare --methods", "must name each method once", got, "Give one of them other options.")
         return chosen
 
     @property
@@ -146,7 +145,12 @@ class CompareConfig(TrainConfig):
             "out": self.out / "runs" / choice.folder / f"seed-{seed}",
             "every_rollouts": self.evaluation_rollouts,
         }
-        return TrainConfig(**shared | own | dict(choice.options))
+        try:
+            return TrainConfig(**shared | own | dict(choice.options))
+        except ScoregramError as error:
+            if not choice.options:
+                raise
+            raise ScoregramError(f"compare --methods {choice.label}: {error}") from None
 
 
 def method_choice(text: str) -> MethodChoice:

@@ -113,9 +113,8 @@ def write_comparison_report(folder: Path | str, out: Path | str | None = None) -
 
 
 def verdict_sentence(comparison: MethodComparison) -> str:
-    """Which methods are better or worse than the first, and which have no finished run, in one sentence."""
+    """Which methods are better or worse than the first, and which lack runs, in one sentence."""
     (first, *others), outcome = comparison.methods, comparison.outcome
-    unfinished = [method.label for method in comparison.methods if not method.runs]
     digits = 1 if outcome is ACCURACY else 3
     said: dict[str, list[str]] = {BETTER: [], WORSE: [], UNRESOLVED: []}
     for method in others if first.runs else ():
@@ -127,9 +126,39 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     parts = [f"{', '.join(said[word])} {word} than {first.label}" for word in (BETTER, WORSE) if said[word]]
     if said[UNRESOLVED]:
         parts.append(f"no significant difference to {first.label} for {', '.join(said[UNRESOLVED])}")
-    if unfinished:
-        parts.append(f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} no finished run")
+    if missing := missing_runs(comparison):
+        parts.append(missing)
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
+
+
+def missing_runs(comparison: MethodComparison) -> str:
+    """Which methods have not used up the budget with every seed, such as `rloo has 2 of 3 seeds`; empty if all have."""
+    seeds, budget = comparison.setting["seeds"], f"{comparison.setting['rollouts']:,} rollouts"
+    fewer = [method for method in comparison.methods if 0 < len(method.runs) < seeds]
+    none = [method.label for method in comparison.methods if not method.runs]
+    parts = [f"{method.label} has {len(method.runs)} of {seeds} seeds" for method in fewer]
+    if none:
+        parts.append(f"{', '.join(none)} {'has' if len(none) == 1 else 'have'} no run with {budget}")
+    return ", ".join(parts)
+
+
+def accuracy_caption(comparison: MethodComparison) -> str:
+    """What the numbers of the first table are, and what this comparison lacks."""
+    outcome, target = comparison.outcome, comparison.setting.get("target")
+    parts = [
+        f"{OUTCOME_CAPTIONS[outcome.name]} 95 % intervals over seeds and problems; differences are paired by seed and "
+        "problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not trained on."
+    ]
+    finals = [method.final(outcome=outcome) for method in comparison.methods if method.runs]
+    if any(final.low == final.high for final in finals):
+        parts.append("An interval without width: all seeds and problems agree, so it cannot say how they vary.")
+    if target is not None and math.isnan(comparison.target):
+        parts.append(f"The target {target} is no accuracy (write 0.8 for 80 %); its column is left out.")
+    if len({len(method.runs) for method in comparison.methods if method.runs}) > 1:
+        parts.append("Differences use the seeds that both methods have.")
+    if missing := missing_runs(comparison):
+        parts.append(f"Missing: {missing}.")
+    return " ".join(parts)
 
 
 def accuracy_table(comparison: MethodComparison) -> Table:
@@ -152,14 +181,11 @@ def accuracy_table(comparison: MethodComparison) -> Table:
         "extra rollouts, %": lambda method: shown_estimate(method.extra(), ACCURACY).value,
         "minutes": MethodResult.minutes,
     }
-    budget, stated = f"{comparison.setting['rollouts']:,}", comparison.setting.get("target")
-    left_out = f" The target {stated} is no accuracy (write 0.8 for 80 %); its column is left out."
+    budget = f"{comparison.setting['rollouts']:,}"
     return Table(
         id="accuracy",
         title=f"{outcome.name.capitalize()} after {budget} rollouts on {comparison.setting.get('task')}",
-        caption=f"{OUTCOME_CAPTIONS[outcome.name]} 95 % intervals over seeds and problems; differences are paired by "
-        "seed and problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not "
-        f"trained on.{left_out if stated is not None and math.isnan(target) else ''}",
+        caption=accuracy_caption(comparison),
         columns=tuple(columns),
         rows=table_rows(comparison.methods, columns),
     )
