@@ -39,7 +39,8 @@ def contrasts_table() -> str:
         ("remax", "agro", "delta"), (("first", QWEN_FILES[0]), ("later", QWEN_FILES[1]))
     ):
         rows.append((sampled, f"{name} minus the {which} runs of grpo, seeds 0 and 1", batch_difference(name, file)))
-    rows.append(("spell_backward", "ppo-whitened minus ppo", difference("spell_backward", "ppo-whitened", "ppo")))
+    for task in ("arithmetic", "spell_backward"):
+        rows.append((task, "ppo-whitened minus ppo", difference(task, "ppo-whitened", "ppo")))
     for names in (UNDIVIDED, UNDIVIDED + UNDIVIDED_FURTHER):
         rows.append(("stopping", f"mean of {', '.join(names)}, minus grpo", mean_difference(names)))
     for (task, name), seeds in product(FIRST_LOSSES, (range(3), range(3, 6))):
