@@ -109,7 +109,7 @@ MISTAKES = {
     f"{COMPARE} --target 80": "must be an accuracy .* as the rewards of arithmetic:4 are 0 or 1, got 80",
     f"{COMPARE} --target 0 --task gsm8k:words": "--target: must be an accuracy above 0 .*, got 0. Write 0.8",
     f"{COMPARE} --methods grpo:": "a colon must be followed by OPTION=VALUE, got 'grpo:'. Write grpo.",
-    f"{COMPARE} --methods grpo:beta=0.1,grpo:beta=0.10": "must name each method once, got the same settings as grpo:beta=0.1 and ",
+    f"{COMPARE} --methods grpo:beta=0.1,grpo:beta=0.10": "must name each method once, got the same settings as grpo:b",
     f"{COMPARE} --methods grpo:beta=0.1:beta=0.2": "an option of grpo must be given once, got beta twice",
     f"{COMPARE} --methods grpo:beta=x": "grpo:beta must be a number, got 'x'",
     f"{COMPARE} --methods grpo:push=yes": "grpo:push must be true or false, got 'yes'",

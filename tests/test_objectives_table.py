@@ -171,6 +171,22 @@ def test_couples_rollouts_claim(name):
     assert changed == OBJECTIVES[name].couples_rollouts
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", NAMES)
+def test_credits_tokens_claim(name):
+    """One token has an advantage: its weight alone changes, or the loss takes none or refuses the table."""
+    still, credited = batch(), batch()
+    still["advantages"] = torch.zeros(MASK.shape, dtype=torch.float64)
+    credited["advantages"] = still["advantages"].clone()
+    credited["advantages"][2, 0] = 1.0
+    try:
+        changed = (coefficients_of(name, credited) != coefficients_of(name, still)).nonzero().tolist()
+    except ScoregramError:
+        changed = []
+    assert (changed == [[2, 0]]) == OBJECTIVES[name].credits_tokens
+    assert changed in ([], [[2, 0]])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_any_sampling_claim(name):
     """The mean gradient over every group of two that another policy draws, at the regularised optimum: zero or not."""

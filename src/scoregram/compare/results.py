@@ -68,9 +68,9 @@ class RunResult:
     run: RunReading
 
     def evaluations(self, outcome: RankedOutcome = ACCURACY) -> list[tuple[int, float]]:
-        """Rollouts sampled before each evaluation, and the mean outcome of the test problems."""
+        """Rollouts sampled before each evaluation that judged a rollout, and the mean outcome of the test problems."""
         name = f"eval/{outcome.scalar}"
-        lines = [line for line in self.run.lines if name in line and "rollouts" in line]
+        lines = [line for line in self.run.lines if "rollouts" in line and not math.isnan(line.get(name, math.nan))]
         return [(int(line["rollouts"]), float(line[name])) for line in lines]
 
     @property
@@ -105,9 +105,14 @@ class RunResult:
         return sum(float(line.get("time/step", 0)) + float(line.get("time/eval", 0)) for line in self.run.lines)
 
     def outcomes(self, split: str = "", outcome: RankedOutcome = ACCURACY) -> dict[str, float]:
-        """Problem → outcome of its greedy rollout at the last evaluation; problems without one are left out."""
+        """Problem → outcome of its greedy rollout at the last evaluation; problems without one are left out.
+
+        Empty if no rollout of the evaluation has a reward.
+        """
         by_step = self.run.tests.get(split_kinds(split)[1], {})
         last = by_step[max(by_step)] if by_step else {}
+        if all(map(math.isnan, last.values())):
+            return {}
         found = {name: outcome.of(reward) for name, reward in last.items()}
         return {name: value for name, value in found.items() if not math.isnan(value)}
 

@@ -121,6 +121,8 @@ def verdict_sentence(comparison: MethodComparison) -> str:
         if not method.runs:
             continue
         gain = method.gain_over(first, outcome)
+        if math.isnan(gain.value):
+            continue
         said[verdict(gain)].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
     parts = [f"{', '.join(said[word])} {word} than {first.label}" for word in (BETTER, WORSE) if said[word]]

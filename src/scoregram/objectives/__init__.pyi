@@ -11,6 +11,8 @@ from .policy import reinforce as reinforce
 from .policy import stopped_ratio as stopped_ratio
 from .policy import trajectory_ratio as trajectory_ratio
 from .reference import KL_TERMS as KL_TERMS
+from .reference import LARGEST_STRENGTH as LARGEST_STRENGTH
+from .reference import LEAST_STRENGTH as LEAST_STRENGTH
 from .reference import KLTerm as KLTerm
 from .reference import consistency_variance as consistency_variance
 from .reference import consistency_weights as consistency_weights

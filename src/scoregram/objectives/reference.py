@@ -31,6 +31,9 @@ from scoregram.objectives.aggregation import finite_loss, weighted_sum
 from scoregram.objectives.tokens import MAX_LOG_RATIO, log_ratios, rollout_log_ratio, rollout_values
 from scoregram.types import BatchRewards, LogProbs, Loss, Mask, Pairs, Rewards, TokenWeights
 
+LEAST_STRENGTH, LARGEST_STRENGTH = float(torch.finfo(torch.float32).tiny), 1e30
+"""Range of the strength `β` of the reference, in losses that compare with it and compute in float32."""
+
 
 def log_ratio_term(log_ratio: Tensor) -> Tensor:
     """`k1 = d`: unbiased and of either sign as a value; as a loss it only adds noise. Elementwise."""
@@ -183,7 +186,7 @@ def _margins(
     log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, pairs: Tensor, beta: float | int
 ) -> tuple[Tensor, Tensor]:
     """`β Δ` of each pair, and whether both its rollouts have completion tokens, both `(M,)`."""
-    require_in_range(float(beta), low=0.0, high=1e30, name="beta", caller="pair_preference")
+    require_in_range(float(beta), low=0.0, high=LARGEST_STRENGTH, name="beta", caller="pair_preference")
     h = rollout_log_ratio(log_ratios(log_probs, ref_log_probs, mask, other="ref_log_probs", caller="pair_preference"))
     _require_pairs(pairs, rollouts=mask.shape[0])
     better, worse = pairs.unbind(dim=-1)
@@ -270,8 +273,7 @@ def _regularised_rewards(
 ) -> tuple[Tensor, Tensor]:
     """`v` and which rollouts have completion tokens, both `(P, R)`."""
     caller = "consistency_variance"
-    tiny = torch.finfo(torch.float32).tiny
-    require_in_range(float(beta), low=tiny, high=1e30, name="beta", caller=caller, remedy="Choose beta > 0.")
+    require_in_range(float(beta), low=LEAST_STRENGTH, high=LARGEST_STRENGTH, name="beta", caller=caller)
     log_ratio = log_ratios(log_probs, ref_log_probs, mask, other="ref_log_probs", caller=caller)
     if group_size < 2 or mask.shape[0] % group_size:
         got = f"group_size {group_size} for {mask.shape[0]} rollouts"

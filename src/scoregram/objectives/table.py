@@ -60,6 +60,8 @@ class Objective:
     """Whichever distribution the rollouts are drawn from, the loss has its optimum at `π ∝ π_ref exp(r/β)`."""
     couples_rollouts: bool = False
     """The log-ratio of one rollout changes the weight of the other rollouts of its group."""
+    credits_tokens: bool = False
+    """Advantages may be `(N, T)`, one per token, and not only `(N,)`, one per rollout."""
 
 
 OBJECTIVES = MappingProxyType(
@@ -74,6 +76,7 @@ OBJECTIVES = MappingProxyType(
             on_policy_is_reinforce=True,
             bounded_ratio=True,
             keeps_every_gradient=True,
+            credits_tokens=True,
         ),
         "grpo": Objective(
             clipped_ratio,
@@ -83,6 +86,7 @@ OBJECTIVES = MappingProxyType(
             "A_i/(N L_i)",
             "arXiv:2402.03300",
             on_policy_is_reinforce=True,
+            credits_tokens=True,
         ),
         "dr_grpo": Objective(
             partial(clipped_ratio, aggregation="constant"),
@@ -92,6 +96,7 @@ OBJECTIVES = MappingProxyType(
             "A_i/(N L)",
             "arXiv:2503.20783",
             on_policy_is_reinforce=True,
+            credits_tokens=True,
         ),
         "ppo": Objective(
             partial(clipped_ratio, aggregation="token_mean"),
@@ -101,6 +106,7 @@ OBJECTIVES = MappingProxyType(
             "A_i/Σ_j L_j",
             "arXiv:1707.06347",
             on_policy_is_reinforce=True,
+            credits_tokens=True,
         ),
         "dapo": Objective(
             partial(clipped_ratio, eps_high=0.28, aggregation="token_mean"),
@@ -110,6 +116,7 @@ OBJECTIVES = MappingProxyType(
             "A_i/Σ_j L_j",
             "arXiv:2503.14476",
             on_policy_is_reinforce=True,
+            credits_tokens=True,
         ),
         "dual_clip": Objective(
             partial(clipped_ratio, dual_clip=3.0, aggregation="token_mean"),
@@ -120,6 +127,7 @@ OBJECTIVES = MappingProxyType(
             "arXiv:1912.09729",
             on_policy_is_reinforce=True,
             bounded_ratio=True,
+            credits_tokens=True,
         ),
         "gspo": Objective(
             clipped_sequence_ratio,
@@ -130,6 +138,7 @@ OBJECTIVES = MappingProxyType(
             "arXiv:2507.18071",
             on_policy_is_reinforce=True,
             sequence_ratio=True,
+            credits_tokens=True,
         ),
         "cispo": Objective(
             stopped_ratio,
@@ -141,6 +150,7 @@ OBJECTIVES = MappingProxyType(
             on_policy_is_reinforce=True,
             bounded_ratio=True,
             keeps_every_gradient=True,
+            credits_tokens=True,
         ),
         "tic": Objective(
             trajectory_ratio,
@@ -163,6 +173,7 @@ OBJECTIVES = MappingProxyType(
             bounded_ratio=True,
             keeps_every_gradient=True,
             weighs_ties=True,
+            credits_tokens=True,
         ),
         "agro": Objective(
             consistency_variance,

@@ -9,7 +9,7 @@ policy's tokens have the log-probabilities in the whole transcript that they wer
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -258,7 +258,7 @@ def checked_reply(reply: Any, name: str) -> Reply:
 
     Raises:
         ScoregramError: If it is no `Reply`, has an observation that is no text, a reward that is not a finite number,
-            or an outcome before the last turn.
+            a `done` that is neither true nor false, or an outcome before the last turn.
     """
     if not isinstance(reply, Reply):
         fail("environment", f"{name}.step must return a Reply", type(reply).__name__, "Return Reply(observation=…).")
@@ -268,10 +268,15 @@ def checked_reply(reply: Any, name: str) -> Reply:
     if not all(isinstance(value, Real) and math.isfinite(value) for value in (reply.reward, reply.outcome)):
         got = f"reward {reply.reward!r} and outcome {reply.outcome!r}"
         fail("environment", f"the rewards of {name}.step must be finite", got, "Return 0 for a turn without a reward.")
-    if reply.outcome and not reply.done:
+    given: Any = reply.done
+    done = given.item() if hasattr(given, "item") else given  # scalars of torch and numpy
+    if not isinstance(done, bool):
+        remedy = "Return Reply(done=True) at the end."
+        fail("environment", f"done of {name}.step must be True or False", repr(given), remedy)
+    if reply.outcome and not done:
         requirement = f"{name}.step must give an outcome with the last turn only"
         fail("environment", requirement, f"outcome {reply.outcome} before the end", "Give it as reward, or set done.")
-    return reply
+    return reply if given is done else replace(reply, done=done)
 
 
 def transcripts(policy: Policy, groups: Sequence[Sequence[Episode]], *, last_turn_only: bool = False) -> Rollouts:

@@ -262,7 +262,8 @@ def _missing(run: RunReading) -> Iterator[str]:
     if skipped:
         yield f"Steps skipped because a number was not finite: {skipped}."
     if not run.series("eval/accuracy")[0]:
-        yield "No test accuracy: nothing was evaluated."
+        is_evaluated = any("eval/problems" in line for line in run.lines)
+        yield f"No test accuracy: {'no test rollout has a reward' if is_evaluated else 'nothing was evaluated'}."
     if not any(group.reading for group in run.groups):
         yield "No Gram was measured, so nothing is known about spectrum, noise or baseline."
         return

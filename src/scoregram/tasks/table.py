@@ -5,11 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from inspect import signature
 from types import MappingProxyType
+from typing import Any
 
 from scoregram.checks import fail, lookup
 from scoregram.tasks.arithmetic import arithmetic, arithmetic_compositions, arithmetic_strict
 from scoregram.tasks.forecasts import coin_forecasts
-from scoregram.tasks.task import CheckedReward, Task, imported_function, load_reward, load_step_scores, raised_by
+from scoregram.tasks.task import (
+    CheckedReward,
+    Problem,
+    Task,
+    imported_function,
+    load_reward,
+    load_step_scores,
+    raised_by,
+)
 from scoregram.tasks.text_tasks import gsm8k, jsonl, reasoning_gym
 from scoregram.tasks.turn_tasks import calculator, stopping_game
 
@@ -39,7 +48,7 @@ def python_task(argument: str, seed: int) -> Task:
 
 
 def require_task(task: Task, caller: str) -> None:
-    """Raise if a user's task cannot be trained on, or two of its problems have one id."""
+    """Raise if a user's task cannot be trained on."""
     for name, least in (("max_new_tokens", 1), ("max_turns", 1)):
         if not getattr(task, name) >= least:
             fail(caller, f"{name} of the task must be at least {least}", getattr(task, name), "Choose a larger number.")
@@ -49,14 +58,24 @@ def require_task(task: Task, caller: str) -> None:
     if task.environment is not None and not callable(task.environment):
         remedy = "Pass a class, or a function that makes one environment."
         fail(caller, "environment of the task must be callable", repr(task.environment), remedy)
+    for split, problems in {"train": task.train, "test": task.test, **task.held_out}.items():
+        require_problems(problems, f"{split} of the task", caller)
     if not len(task.train):
         fail(caller, "train of the task must hold problems", "none", "Pass at least one Problem.")
-    for split, problems in {"train": task.train, "test": task.test, **task.held_out}.items():
-        counts = Counter(problem.id for problem in problems)
-        repeated = [name for name, count in counts.items() if count > 1]
-        if repeated:
-            remedy = "Groups are counted by the id of their problem: give each its own."
-            fail(caller, f"the ids in {split} of the task must differ", f"{repeated[0]!r} more than once", remedy)
+
+
+def require_problems(problems: Any, name: str, caller: str) -> None:
+    """Raise if the problems of a split are no sequence of `Problem`, or two of them have one id."""
+    if not all(hasattr(problems, method) for method in ("__len__", "__getitem__")):
+        fail(caller, f"{name} must be a sequence", type(problems).__name__, "Pass a list of Problem.")
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            remedy = "Pass Problem(id=…, prompt=…, answer=…)."
+            fail(caller, f"{name} must hold scoregram.tasks.Problem", f"a {type(problem).__name__}", remedy)
+    repeated = [each for each, count in Counter(problem.id for problem in problems).items() if count > 1]
+    if repeated:
+        remedy = "Groups are counted by the id of their problem: give each its own."
+        fail(caller, f"the ids in {name} must differ", f"{repeated[0]!r} more than once", remedy)
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,7 @@ class Task:
     test: Sequence[Problem]
     """Problems that are never trained on."""
     reward: RewardFunction
+    """Rewards completions; `rewarded_by_environment`, and no other, if the task has an environment."""
     max_new_tokens: int
     """Longest completion, in tokens; of one turn if the task has an environment."""
     prompt_format: str = "{prompt}"
@@ -163,6 +164,16 @@ class Task:
     """Turns after which an episode is cut off."""
     teaching_steps: int = 400
     """Steps in which the embedded policy learns the episodes of an environment's teacher."""
+
+    def __post_init__(self) -> None:
+        is_rewarded = self.reward is rewarded_by_environment
+        if self.environment is not None and callable(self.reward) and not is_rewarded:
+            got = f"reward {getattr(self.reward, '__qualname__', type(self.reward).__name__)}"
+            remedy = "Pass reward=rewarded_by_environment, or leave the environment out."
+            fail("Task", f"the rewards of {self.name} come from its environment", got, remedy)
+        if self.environment is None and is_rewarded:
+            remedy = "Pass environment=…, or a reward function of your own."
+            fail("Task", f"{self.name}, rewarded by its environment, must have one", "environment None", remedy)
 
     def prompt(self, problem: Problem) -> str:
         """The text that the policy reads.

@@ -4,17 +4,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from scoregram.advantages import ESTIMATORS, estimate
+from scoregram.advantages import ESTIMATORS, Estimator, estimate
 from scoregram.checks import fail, listed, lookup
 from scoregram.gram import Gram
-from scoregram.objectives import KL_TERMS, OBJECTIVES, kl_penalty, token_coefficients
+from scoregram.objectives import (
+    KL_TERMS,
+    LARGEST_STRENGTH,
+    LEAST_STRENGTH,
+    OBJECTIVES,
+    kl_penalty,
+    token_coefficients,
+)
 from scoregram.reading import Step
 from scoregram.rollouts import Rollouts
 from scoregram.training.config import TrainConfig, control_option
-from scoregram.training.methods import Method
+from scoregram.training.methods import REFERENCE_STRENGTHS, Method
 from scoregram.types import Advantages, BatchAdvantages, GroupGrams, LogProbs, Mask, Pairs, Rewards, TokenWeights
 
 TRAINER_INPUTS = frozenset(
@@ -43,19 +50,31 @@ def require_runnable(config: TrainConfig) -> None:
     """Raise before any work if the trainer cannot run the method with these settings."""
     require_method(
         config.chosen_method,
+        chosen=config.estimator or config.method,
         group_size=config.starting_group_size,
         kl=config.kl,
         sampling_temperature=config.sampling_temperature,
         replaces_estimator=config.estimator is not None,
     )
+    if compares_with_reference(config.chosen_method.objective):
+        require_reference_strength(config)
     for control in config.controls[:1]:
         require_unequal_groups(config.chosen_method, control_option(control))
 
 
 def require_method(
-    method: Method, *, group_size: int, kl: str, sampling_temperature: float = 0.0, replaces_estimator: bool = False
+    method: Method,
+    *,
+    chosen: str,
+    group_size: int,
+    kl: str,
+    sampling_temperature: float = 0.0,
+    replaces_estimator: bool = False,
 ) -> None:
-    """Raise before any work if the trainer cannot run this estimator or this loss."""
+    """Raise before any work if the trainer cannot run this estimator or this loss.
+
+    `chosen` is what the user named: the method, or the estimator that replaces its own.
+    """
     row = lookup(ESTIMATORS, method.estimator, kind="train --estimator")
     if row.level not in TRAINER_LEVELS or not set(row.needs) <= TRAINER_INPUTS:
         rows = ESTIMATORS.items()
@@ -64,14 +83,14 @@ def require_method(
         fail("train --estimator", f"must be one of {able}", repr(method.estimator), remedy)
     if group_size < row.min_group:
         got = f"group_size {group_size}"
-        fail("train --group-size", f"{method.estimator} needs at least {row.min_group} rollouts", got, "Raise it.")
+        fail("train --group-size", f"{chosen} needs at least {row.min_group} rollouts", got, "Raise it.")
     objective = lookup(OBJECTIVES, method.objective, kind="train --objective")
     if not set(objective.needs) <= LOSS_INPUTS:
         able = listed(name for name, r in OBJECTIVES.items() if set(r.needs) <= LOSS_INPUTS)
         remedy = "The other losses need more than rollouts and their advantages."
         fail("train --objective", f"must be one of {able}", repr(method.objective), remedy)
-    if row.level != "group" and "advantages" not in objective.needs:
-        able = listed(name for name, r in OBJECTIVES.items() if "advantages" in r.needs)
+    if row.level != "group" and not objective.credits_tokens:
+        able = listed(name for name, r in OBJECTIVES.items() if r.credits_tokens)
         fail(
             "train --objective",
             f"credit for {row.level}s needs one of {able}",
@@ -87,6 +106,15 @@ def require_method(
         remedy = "Leave it out: --temperature changes the policy that is sampled and trained."
         fail("train --sampling-temperature", f"needs a loss for rollouts of any policy: {able}", got, remedy)
     lookup(KL_TERMS, kl, kind="train --kl")
+
+
+def require_reference_strength(config: TrainConfig) -> None:
+    """Raise if the strength of the reference, for a loss that compares with it, is outside the range of the loss."""
+    if not LEAST_STRENGTH <= config.reference_strength <= LARGEST_STRENGTH:
+        objective = config.chosen_method.objective
+        requirement = f"{objective} needs a value from {LEAST_STRENGTH:g} to {LARGEST_STRENGTH:g}"
+        remedy = f"Choose one in this range, or 0 for {REFERENCE_STRENGTHS[objective]:g}."
+        fail("train --beta", requirement, config.beta, remedy)
 
 
 def require_unequal_groups(method: Method, option: str) -> None:
@@ -201,16 +229,17 @@ def own_grams(gram: Gram, rollouts: Rollouts) -> GroupGrams:
 
 
 def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str, Tensor]) -> TokenWeights:
-    """`(N, T)` advantages in float64 on the CPU, 0 outside the completion and for a rollout without a reward.
+    """`(N, T)` advantages in float64 on the CPU, 0 outside the completion.
 
     `inputs` are `(N, T)`, features `(N, T, F)`. The reward of a rollout is at its last completion token, unless they or
-    the rollouts have `token_rewards`.
+    the rollouts have `token_rewards`. A rollout without a reward is left out, and so is a group in which fewer than
+    `min_group` have one.
 
     Raises:
         NotFiniteError: If an advantage is not finite.
     """
-    mask = rollouts.completion_mask.cpu() & ~rollouts.rewards.isnan()[:, None]
-    given = dict(inputs)
+    mask = rollouts.completion_mask.cpu() & compared_rollouts(ESTIMATORS[estimator], rollouts).flatten()[:, None]
+    given = {name: value & mask if value.dtype == torch.bool else value for name, value in inputs.items()}
     rewards = given.pop("token_rewards", rollouts.token_rewards)
     if rewards is None:
         is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
@@ -231,9 +260,8 @@ def turn_advantages_of(estimator: str, rollouts: Rollouts) -> TokenWeights:
         NotFiniteError: If an advantage is not finite.
     """
     row, groups = ESTIMATORS[estimator], len(rollouts.group_sizes)
-    judged = ~rollouts.reward_grid.isnan()
-    judged &= judged.sum(1, keepdim=True) >= row.min_group  # (P, R)
-    rewards, mask = rollouts.turn_rewards, rollouts.turn_mask & judged.flatten()[:, None]  # (N, H)
+    compared = compared_rollouts(row, rollouts)  # (P, R)
+    rewards, mask = rollouts.turn_rewards, rollouts.turn_mask & compared.flatten()[:, None]  # (N, H)
     outcomes = rollouts.reward_parts.get("outcome", rollouts.rewards).nan_to_num()
     if "outcome_rewards" in row.needs:
         is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
@@ -243,6 +271,12 @@ def turn_advantages_of(estimator: str, rollouts: Rollouts) -> TokenWeights:
     by_turn = estimate(estimator, rewards.view_as(inputs["mask"]), outcome_rewards=outcomes.view(groups, -1), **inputs)
     by_token = by_turn.reshape(mask.shape).gather(1, turns_of_tokens(rollouts))  # (N, T)
     return torch.where(rollouts.completion_mask.cpu(), by_token, 0.0)
+
+
+def compared_rollouts(row: Estimator, rollouts: Rollouts) -> Bool[Tensor, "prompts rollouts"]:
+    """`(P, R)` rollouts with a reward, in a group in which at least `min_group` have one."""
+    judged = ~rollouts.reward_grid.isnan()
+    return judged & (judged.sum(1, keepdim=True) >= row.min_group)
 
 
 def turn_anchors(rollouts: Rollouts) -> Int[Tensor, "batch turns"]:

@@ -43,6 +43,20 @@ def _is_cut(kind: str) -> Callable[[TrainConfig], bool]:
     return lambda config: _needs("segment_starts")(config) and config.segments == kind
 
 
+def _samples_more(config: TrainConfig) -> bool:
+    """Whether a step can sample more rollouts than `batch_size`."""
+    method = config.chosen_method
+    draws_more = method.dynamic_sampling or method.drafts or method.branches
+    return draws_more or _needs("greedy_rewards")(config) or _PREFIXES.acts(config)
+
+
+def _reaches_measurement(config: TrainConfig) -> bool:
+    """Whether the rollouts of a run reach `every_rollouts`, as far as their number is known before it."""
+    if config.rollouts:
+        return config.every_rollouts <= config.rollouts
+    return config.every_rollouts <= config.steps * config.batch_size or _samples_more(config)
+
+
 _BY_METHOD = ("method", "estimator")
 _LENGTH = ("steps", "rollouts")
 _MEASURED = OptionEffect(
@@ -136,6 +150,11 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
             lambda config: _BY_STEPS.acts(config) and config.measure_every <= config.most_steps,
             "at least that many steps, and not --every-rollouts",
             ("measure_every", "every_rollouts", *_LENGTH),
+        ),
+        "every_rollouts": OptionEffect(
+            _reaches_measurement,
+            "a run that samples at least that many rollouts",
+            ("every_rollouts", *_LENGTH, "batch_size"),
         ),
         "between_prompts": _GRAMS,
         "layers": _GRAMS,

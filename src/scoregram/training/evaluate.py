@@ -51,8 +51,11 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of problems whose greedy rollout has a reward of 1 or more; one without a reward counts as wrong."""
-        return sum(reward >= 1 for reward in self.rewards) / len(self.rewards)
+        """Share of problems whose greedy rollout has a reward of 1 or more; one without a reward counts as wrong.
+
+        `nan` if no rollout has a reward.
+        """
+        return share_right(self.rewards)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -70,7 +73,7 @@ class Evaluation:
         """The scalars `eval/…` of the metrics, `eval/SPLIT/…` for a held-out split."""
         low, high = self.interval
         drawn = [reward for group in self.sampled for reward in group]
-        sampled = {"sampled_accuracy": sum(reward >= 1 for reward in drawn) / len(drawn)} if drawn else {}
+        sampled = {"sampled_accuracy": share_right(drawn)} if drawn else {}
         rewards = [reward for reward in self.rewards if not math.isnan(reward)]
         named = {
             "accuracy": self.accuracy,
@@ -81,6 +84,18 @@ class Evaluation:
             **sampled,
         }
         return {f"eval/{split}/{name}" if split else f"eval/{name}": value for name, value in named.items()}
+
+
+def share_right(rewards: Sequence[float]) -> float:
+    """Share of rewards of 1 or more. A missing reward, `nan`, counts as wrong; if all are missing the share is `nan`.
+
+    Example:
+        >>> share_right([1.0, 0.0, math.nan, math.nan]), share_right([math.nan])
+        (0.25, nan)
+    """
+    if all(map(math.isnan, rewards)):
+        return math.nan
+    return sum(reward >= 1 for reward in rewards) / len(rewards)
 
 
 def evaluate(

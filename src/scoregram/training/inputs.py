@@ -68,7 +68,11 @@ class GreedyRollouts(StatelessSource):
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`greedy_rewards` `(P,)`."""
         self.extra_rollouts = len(problems)
-        return {"greedy_rewards": greedy_rewards(self.policy, self.task, problems, self.sampling)}
+        rewards = greedy_rewards(self.policy, self.task, problems, self.sampling)
+        if bool(rewards.isnan().any()):
+            remedy = "Pass a reward function that judges every rollout."
+            fail("train", "greedy baselines need a reward for every greedy rollout", "None", remedy)
+        return {"greedy_rewards": rewards}
 
 
 @dataclass

@@ -405,7 +405,9 @@ def scalars_after_step(
 
 def note_accuracy(number: int, scalars: Mapping[str, Any], progress: Progress) -> None:
     """Print the result of an evaluation."""
-    progress.note(f"step {number}: test accuracy {scalars['eval/accuracy']:.3f}")
+    accuracy = scalars["eval/accuracy"]
+    shown = "–, no test rollout has a reward" if math.isnan(accuracy) else f"{accuracy:.3f}"
+    progress.note(f"step {number}: test accuracy {shown}")
 
 
 def control_scalars(controller: Controller, step: Step, progress: Progress) -> dict[str, float | int]:
