@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +22,11 @@ from scoregram.policy import load_policy
 from scoregram.report import show_table
 from scoregram.runs import (
     CONFIG_FILE,
+    METRICS,
+    FolderLock,
     config_differences,
     disk_errors,
+    make_folder,
     require_own_folder,
     require_same_config,
     write_atomically,
@@ -35,7 +40,6 @@ from scoregram.training import (
     last_scalar,
     require_runnable,
     require_some_effect,
-    resumable_config,
     run_in_processes,
     run_one,
     runs_progress,
@@ -43,6 +47,10 @@ from scoregram.training import (
 
 FAILURE = "failure.txt"
 """End of the name of the file, beside a run's folder, that says why the run failed."""
+LONGEST_NAME = 255
+"""Bytes of the longest file name that most disks allow."""
+SETTING_TYPES = {"methods": dict, "seeds": int, "rollouts": int, "every_rollouts": int, "batch_size": int}
+"""Type of each setting that every version has written into the file of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +62,54 @@ class PlannedCell:
     config: TrainConfig
 
     @property
+    def name(self) -> str:
+        """The run as messages name it."""
+        return f"{self.label}, seed {self.seed}"
+
+    @property
     def done(self) -> int:
         """Rollouts sampled so far, at most the budget."""
         return min(last_scalar(self.config.out, "rollouts"), self.config.rollouts)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the budget is used up."""
-        return self.done == self.config.rollouts
+        """Whether the budget is used up; a run without its config cannot be read."""
+        return self.done == self.config.rollouts and (self.config.out / CONFIG_FILE).is_file()
 
 
 def compare_methods(config: CompareConfig, *, console: Console | None = None) -> int:
-    """Train the runs that are missing, then write and print the tables.
+    """Train the runs that are missing, then write and print the tables. One process at a time writes a folder.
 
     Returns:
         The exit status: 0, 1 if a run failed, 130 if the user stopped it.
 
     Raises:
-        ScoregramError: If the folder holds runs with other settings, or a method does not support these settings.
+        ScoregramError: If another process compares in the folder, it holds runs with other settings, or a method does
+            not support these settings. Also, after the tables, if a worker process died before its run had ended.
     """
-    console = console or Console()
     require_own_folder(config.out, COMPARISON_FILE, caller="compare --out")
+    with only_writer(config.out):
+        return compare_in_folder(config, console or Console())
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder in this block. The folder is made for it, and removed again if it stays empty."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    with disk_errors(folder, caller="compare --out"):
+        make_folder(folder)
+        lock = FolderLock(folder, caller="compare --out")
+    try:
+        yield
+    finally:
+        for path in new:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        lock.release()
+
+
+def compare_in_folder(config: CompareConfig, console: Console) -> int:
+    """`compare_methods`, in a folder that this process alone writes."""
     known = read_comparison_setting(config.out)
     config = replace(config, every_rollouts=config.every_rollouts or known.get("every_rollouts", 0))
     refuse_other_settings(config, known)
@@ -82,6 +117,7 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
     refuse_other_runs(config, known, cells)
     refuse_unfit_settings(config, cells)
     write_comparison_setting(config)
+    forget_failures(cells)
     if not train_cells(config, cells, console):
         console.print(f"Stopped. The same command continues from here: {config.out}", soft_wrap=True)
         return 130
@@ -91,6 +127,11 @@ def compare_methods(config: CompareConfig, *, console: Console | None = None) ->
     for name, reason in failures.items():
         console.print(f"{name} failed: {reason}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"Table: {config.out}/table.md, .csv, .json. Page: scoregram report {config.out}", soft_wrap=True)
+    unfinished = [cell for cell in cells if not cell.is_complete and cell.name not in failures]
+    if unfinished:  # a worker process died
+        got = "; ".join(f"{cell.name}: {cell.done} of {config.rollouts}" for cell in unfinished)
+        remedy = "The same command continues from here; choose fewer --jobs if a worker died for lack of memory."
+        fail("compare", "every run must sample its rollouts", got, remedy)
     return 1 if failures else 0
 
 
@@ -109,8 +150,12 @@ def planned_cells(config: CompareConfig) -> list[PlannedCell]:
     """Every method with every seed. All methods of one seed come together: an interrupted comparison has whole seeds.
 
     Raises:
-        ScoregramError: If a method does not support these settings.
+        ScoregramError: If a method does not support these settings, or its label is too long for a folder.
     """
+    for choice in config.choices:
+        if len(choice.folder) > LONGEST_NAME:
+            requirement = f"a method with its options must have at most {LONGEST_NAME} characters: it names a folder"
+            fail("compare --methods", requirement, f"{len(choice.folder)}: {choice.label}", "Give it fewer options.")
     choices = {
         choice.label: [config.run_config(choice, seed) for seed in range(config.seeds)] for choice in config.choices
     }
@@ -172,14 +217,41 @@ def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
     """The settings of the comparison in a folder; empty if it holds none, or if none of its runs has begun.
 
     A command whose runs all failed at once, such as one with a misspelt task, does not bind the next one.
+
+    Raises:
+        ScoregramError: If the file is damaged.
     """
-    path = folder / COMPARISON_FILE
-    if not any(folder.glob(f"runs/*/*/{CONFIG_FILE}")):
+    path, remedy = folder / COMPARISON_FILE, "Restore it from a copy, or choose another --out."
+    if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        setting = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        return fail("compare --out", f"{path} must be a JSON file", error, "Restore it, or choose another --out.")
+        return fail("compare --out", f"{path} must be a JSON file", error, remedy)
+    if damage := setting_damage(setting):
+        fail("compare --out", f"{path} must be written by scoregram compare", damage, remedy)
+    has_begun = any(any(folder.glob(f"runs/*/*/{name}")) for name in (CONFIG_FILE, METRICS))
+    return setting if has_begun else {}
+
+
+def setting_damage(setting: Any) -> str:
+    """What is wrong with the content of a comparison's file; empty if nothing is.
+
+    Example:
+        >>> setting_damage([]), setting_damage({"methods": {"grpo": "grpo"}, "seeds": "one"})
+        ('[]', "seeds 'one'")
+    """
+    if not isinstance(setting, dict):
+        return repr(setting)[:40]
+    for name, kind in SETTING_TYPES.items():
+        value = setting.get(name)
+        if type(value) is not kind or not value:
+            return f"{name} {value!r}"[:80] if name in setting else f"no {name}"
+    if not all(isinstance(folder, str) for folder in setting["methods"].values()):
+        return f"methods {setting['methods']}"[:80]
+    if not isinstance(setting.get("shared", {}), dict):
+        return f"shared {setting['shared']!r}"[:80]
+    return ""
 
 
 def write_comparison_setting(config: CompareConfig) -> None:
@@ -208,8 +280,7 @@ def write_comparison_setting(config: CompareConfig) -> None:
 def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Console) -> bool:
     """Train every incomplete run; False if the user stopped it. A failure is explained in `failure_path`.
 
-    Raises:
-        ScoregramError: If a worker process died, which ends the other workers too.
+    If a worker process died, the others ended after their step, and some runs are still incomplete.
     """
     missing = [cell.config for cell in cells if not cell.is_complete]
     if not missing:
@@ -222,12 +293,12 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
     ):
         run = partial(run_or_explain, target=config.target)
         if jobs == 1:
-            return all(not run(resumable_config(one)).interrupted for one in missing)
+            return all(not run(one).interrupted for one in missing)
         try:
             return run_in_processes(missing, jobs, run=run)
         except BrokenProcessPool:
-            remedy = "The same command continues from here; choose fewer --jobs if the memory was used up."
-            return fail("compare", "every worker process must live until its run ends", "one that died", remedy)
+            console.print("A worker process died; the others stopped after their step.", soft_wrap=True)
+            return True
 
 
 def prepare_tiny(missing: Sequence[TrainConfig], console: Console) -> None:
@@ -259,13 +330,26 @@ def run_or_explain(config: TrainConfig, *, target: float | None = None) -> Train
         if target is None or is_accuracy(target):
             return run_one(config)
         return run_one(config, on_evaluation=partial(refuse_binary_rewards, target))
-    except Exception as error:  # such as out of memory, or an error in the user's reward function
-        text = str(error) if isinstance(error, ScoregramError) else f"{type(error).__name__}: {error}"
-        text = ", ".join([text, *getattr(error, "__notes__", ())])  # such as the name of the user's function
+    except (Exception, SystemExit) as error:  # such as out of memory, or sys.exit() in the user's reward function
         with disk_errors(reason, caller="compare"):
             reason.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(reason, f"{text}\n".encode())
+            write_atomically(reason, f"{failure_text(error)}\n".encode())
         return Trained(config.out, 0, interrupted=False)
+
+
+def failure_text(error: BaseException) -> str:
+    """An error as the reason of a failed run: its kind, its text, and what raised it where that is known.
+
+    Example:
+        >>> failure_text(ZeroDivisionError("division by zero")), failure_text(RuntimeError())
+        ('ZeroDivisionError: division by zero', 'RuntimeError')
+    """
+    kind = "" if isinstance(error, ScoregramError) else type(error).__name__
+    notes = list(getattr(error, "__notes__", ()))  # such as the name of the user's function
+    if isinstance(error, SystemExit) and not notes:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        notes = [f"raised by {last.name} in {last.filename}, line {last.lineno}"]
+    return ", ".join([": ".join(filter(None, [kind, str(error)])), *notes])
 
 
 def refuse_binary_rewards(target: float, rewards: Sequence[float]) -> None:
@@ -280,7 +364,15 @@ def failure_path(config: TrainConfig) -> Path:
     return config.out.parent / f"{config.out.name}-{FAILURE}"
 
 
+def forget_failures(cells: Sequence[PlannedCell]) -> None:
+    """Remove the reasons of earlier failures of runs that are complete by now."""
+    for cell in cells:
+        if cell.is_complete:
+            with disk_errors(cell.config.out, caller="compare"):
+                failure_path(cell.config).unlink(missing_ok=True)
+
+
 def failed_cells(cells: Sequence[PlannedCell]) -> dict[str, str]:
     """Label and seed → reason, for every run that failed."""
-    paths = {f"{cell.label}, seed {cell.seed}": failure_path(cell.config) for cell in cells}
+    paths = {cell.name: failure_path(cell.config) for cell in cells}
     return {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.is_file()}

@@ -22,9 +22,11 @@ from scoregram.runs.disk import ROLLOUTS as ROLLOUTS
 from scoregram.runs.disk import TEMPORARY as TEMPORARY
 from scoregram.runs.disk import TRACKER_LOGS as TRACKER_LOGS
 from scoregram.runs.disk import UPDATES as UPDATES
+from scoregram.runs.disk import FolderLock as FolderLock
 from scoregram.runs.disk import damaged_files as damaged_files
 from scoregram.runs.disk import disk_errors as disk_errors
 from scoregram.runs.disk import file_sha256 as file_sha256
+from scoregram.runs.disk import make_folder as make_folder
 from scoregram.runs.disk import parts as parts
 from scoregram.runs.disk import require_own_folder as require_own_folder
 from scoregram.runs.disk import require_path as require_path

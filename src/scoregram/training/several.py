@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from scoregram.runs import CONFIG_FILE, METRICS, open_run
+from scoregram.errors import fail
+from scoregram.runs import CONFIG_FILE, METRICS, TEMPORARY, open_run
 from scoregram.terminal import duration
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import Trained, train
@@ -34,6 +36,11 @@ _PLAIN_EVERY = 20
 _TAIL_BYTES = 1 << 16
 """Bytes at the end of `metrics.jsonl` in which the last line is looked for."""
 
+_STOPPED, _BROKEN = 1, 2
+"""Values of `_stop`: no further run may begin; besides, a worker died and the queues between processes may hang."""
+_stop: Any = None
+"""In a worker: a number in shared memory, 0 at first. It has no lock, which a killed worker could leave locked."""
+
 
 def run_in_processes(
     configs: Sequence[TrainConfig], workers: int, *, run: Callable[[TrainConfig], Trained] | None = None
@@ -48,27 +55,83 @@ def run_in_processes(
 
     Returns:
         True if all runs ended, False if the user interrupted them.
+
+    Raises:
+        BrokenProcessPool: If a worker process died. The other runs have then ended after their current step.
     """
     context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers,)) as pool:
-        running: list[Future[Trained]] = [pool.submit(run or run_one, resumable_config(config)) for config in configs]
+    stop = context.RawValue("b", 0)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=(workers, stop)) as pool:
         try:
+            with _sigint_blocked():
+                running: list[Future[Trained]] = [
+                    pool.submit(_run_unless_stopped, run or run_one, config) for config in configs
+                ]
             return not any(future.result().interrupted for future in running)
         except KeyboardInterrupt:  # the workers received it too, and end after their step
             return False
+        except BrokenProcessPool:  # the pool sends SIGTERM to the other workers, which end after their step
+            stop.value = _BROKEN
+            raise
         finally:
+            stop.value = max(stop.value, _STOPPED)  # the pool cannot cancel runs that are queued already
             pool.shutdown(cancel_futures=True)
 
 
-def _init_worker(workers: int) -> None:
-    """Make this process end with its parent, and limit it to its share of each GPU's memory.
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started in this block ignore Ctrl-C until `_init_worker` handles it.
+
+    A process that it interrupts while it imports torch would print a traceback. Threads of this process still receive
+    it, or this thread does at the end of the block.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _init_worker(workers: int, stop: Any) -> None:
+    """Handle Ctrl-C, end with the parent process, and limit this process to its share of each GPU's memory.
 
     Without a limit, one process could cache memory that another one needs.
     """
+    global _stop
+    _stop = stop
+    signal.signal(signal.SIGINT, _begin_no_further_run)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # delivers a Ctrl-C that came during the imports
     _end_with_parent()
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             torch.cuda.set_per_process_memory_fraction(SHARED_MEMORY / workers, device)
+
+
+def _begin_no_further_run(*_: object) -> None:
+    """Let no worker begin a further run; a signal handler."""
+    _stop.value = max(_stop.value, _STOPPED)
+
+
+def _run_unless_stopped(run: Callable[[TrainConfig], Trained], config: TrainConfig) -> Trained:
+    """Train one run in a worker, unless the runs were stopped; Ctrl-C before its first step stops it at once."""
+    trained = Trained(config.out, 0, interrupted=True)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not _stop.value:
+            trained = run(config)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, _begin_no_further_run)
+    if _stop.value == _BROKEN:
+        os._exit(1)
+    if trained.interrupted:
+        _begin_no_further_run()
+    return trained
 
 
 def _end_with_parent() -> None:
@@ -85,8 +148,8 @@ def _end_with_parent() -> None:
 
 
 def run_one(config: TrainConfig, *, on_evaluation: Callable[[Sequence[float]], None] | None = None) -> Trained:
-    """Train one run without printing."""
-    trained = train(config, console=Console(quiet=True), on_evaluation=on_evaluation)
+    """Train one run without printing, as `resumable_config` says."""
+    trained = train(resumable_config(config), console=Console(quiet=True), on_evaluation=on_evaluation)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)  # without a parent, the worker would wait forever for its next run
@@ -94,11 +157,24 @@ def run_one(config: TrainConfig, *, on_evaluation: Callable[[Sequence[float]], N
 
 
 def resumable_config(config: TrainConfig) -> TrainConfig:
-    """The config, set to resume a run that left a checkpoint, and to overwrite a run that left none."""
-    if not (config.out / CONFIG_FILE).is_file():
+    """The config, set to resume a run that left a checkpoint, and to overwrite a run that left none.
+
+    Raises:
+        ScoregramError: If the folder lost its config, or metrics of steps before the checkpoint: a resumed run would
+            lack these steps.
+    """
+    folder, remedy = config.out, f"Restore it from a copy, or delete {config.out} to train the run again."
+    if not (folder / CONFIG_FILE).is_file():
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        others = [name for name in found if not name.startswith(TEMPORARY)]
+        if others:
+            fail("train", f"{folder} must have a {CONFIG_FILE}", f"only {', '.join(others)}", remedy)
         return config
-    has_checkpoint = open_run(config.out).latest_checkpoint is not None
-    return replace(config, resume=has_checkpoint, overwrite=not has_checkpoint)
+    latest, last = open_run(folder).latest_checkpoint, last_scalar(folder, "step")
+    if latest is not None and last < latest[0]:
+        requirement = f"{folder / METRICS} must have every step up to the checkpoint of step {latest[0]}"
+        fail("train", requirement, f"a file that ends at step {last}" if last else "a file without a step", remedy)
+    return replace(config, resume=latest is not None, overwrite=latest is None)
 
 
 def last_scalar(folder: Path, name: str) -> int:
