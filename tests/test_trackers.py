@@ -118,6 +118,21 @@ def test_tensorboard_shows_what_was_logged_and_forgets_what_was_cut(tmp_path):
     assert points(tmp_path, "eval/accuracy") == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 9.0)]
 
 
+@need("tensorboard")
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_tensorboard_reads_a_resumed_run_last(tmp_path):
+    """However its files are numbered: of one second and process, the tenth sorts before the ninth."""
+    with open_trackers(["tensorboard"], tmp_path, {}) as first:
+        for step in range(3):
+            first.log(step, {"reward": float(step)})
+    (file,) = (tmp_path / "trackers" / "tensorboard").iterdir()
+    second = file.name.split(".")[3]
+    file.rename(file.with_name(f"events.out.tfevents.{second}.~"))  # sorts after any other of its second
+    with open_trackers(["tensorboard"], tmp_path, {}, resume_step=0) as resumed:
+        resumed.log(1, {"reward": 9.0})
+    assert points(tmp_path, "reward") == [(0, 0.0), (1, 9.0)]
+
+
 REPORT = """
 import sys
 from pathlib import Path

@@ -5,6 +5,7 @@ A tracker that fails during a run is dropped with a warning, and the run continu
 
 import math
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,9 @@ class TensorBoard:
         writer = import_module("torch.utils.tensorboard").SummaryWriter
         # hide what the interrupted run logged after the step that it is resumed from
         purge = None if opening.resume_step is None else opening.resume_step + 1
-        self._writer = writer(log_dir=str(opening.folder("tensorboard")), purge_step=purge)
+        folder = opening.folder("tensorboard")
+        _wait_for_a_later_name(folder)
+        self._writer = writer(log_dir=str(folder), purge_step=purge)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """One point per scalar."""
@@ -72,6 +75,16 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """At most a second: TensorBoard reads event files by name, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`.
+
+    A file of the same second may sort before that of the interrupted run, which would then hide the resumed steps.
+    """
+    seconds = [file.name.split(".")[3] for file in folder.glob("events.out.tfevents.*")]
+    newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
+    time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))
 
 
 class WeightsAndBiases:
