@@ -536,7 +536,7 @@ def test_a_larger_budget_extends_a_comparison_at_the_evaluations_it_has(made, po
 def test_a_damaged_setting_is_a_sentence(tmp_path, capsys):
     (tmp_path / "compare.json").write_text("{}")
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "must be written by scoregram compare, got something else" in capsys.readouterr().err
+    assert "must be written by scoregram compare, got no methods" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ import pytest
 from rich.console import Console
 
 from scoregram.checks import ScoregramError
-from scoregram.compare import CompareConfig, compare_methods
+from scoregram.compare import CompareConfig, compare_methods, write_comparison_report
 from scoregram.compare import cells as cells_module
+from scoregram.compare.cells import planned_cells
 from scoregram.terminal import stop_requests
-from scoregram.training import TrainConfig, Trained
+from scoregram.training import TrainConfig, Trained, train
 from scoregram.training.several import run_in_processes
 from tests.test_compare import QUIET, runs_of, small
 from tests.test_replication_kill import children_of, wait_for
@@ -106,7 +107,17 @@ def test_a_damaged_file_of_a_comparison_is_a_sentence_and_stays(content, says, h
         shutil.rmtree(copy / "runs")
     with pytest.raises(ScoregramError, match=says):
         compare_methods(small(policy, copy, methods=METHODS, seeds=1), console=QUIET)
+    with pytest.raises(ScoregramError, match=f"report: .*{says}"):
+        write_comparison_report(copy)
     assert (copy / "compare.json").read_text() == content
+
+
+def test_train_does_not_resume_a_run_that_lost_steps(copy, policy):
+    config = small(policy, copy, methods="rloo", seeds=1, rollouts=60, every_rollouts=3)
+    (cell,) = planned_cells(config)
+    cut(cell.config.out / "metrics.jsonl", -1)
+    with pytest.raises(ScoregramError, match="must have every step up to the checkpoint of step 3, got a file that"):
+        train(replace(cell.config, resume=True), console=QUIET)
 
 
 # Two commands in one folder

@@ -6,11 +6,10 @@ import pytest
 
 from scoregram import cli
 from scoregram.checks import ScoregramError
-from scoregram.runs import open_run
+from scoregram.runs import last_scalar, open_run
 from scoregram.training import draw, loop
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import train
-from scoregram.training.several import last_scalar
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
 

@@ -25,6 +25,7 @@ from scoregram.compare.cells import planned_cells, run_or_explain, write_compari
 from scoregram.compare.config import MethodChoice
 from scoregram.compare.results import MEAN_RETURN, RunResult
 from scoregram.policy import load_policy
+from scoregram.policy.tiny import THREADS
 from scoregram.reading import read_run
 from scoregram.runs import open_run
 from scoregram.tasks import load_task
@@ -317,7 +318,8 @@ def main() -> None:
     os.chdir(given.out)
     names = given.tasks.split(",")
     tiny = [name for name in names if "model" not in TASKS[name].options]
-    in_pool(build_tiny, [(name, seed) for seed in (TUNING_SEED, *range(given.seeds)) for name in tiny], given.workers)
+    seeds = [*range(given.seeds), *([] if Path("rates.json").is_file() else [TUNING_SEED])]
+    in_pool(build_tiny, [(name, seed) for seed in seeds for name in tiny], max(1, given.workers // THREADS))
     rates = chosen_rates(names, given.workers)
     if given.prepare:
         return

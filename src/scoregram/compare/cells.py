@@ -17,7 +17,7 @@ from rich.console import Console
 from scoregram.checks import ScoregramError, fail
 from scoregram.compare.config import CompareConfig, method_choice
 from scoregram.compare.results import is_accuracy, require_accuracy
-from scoregram.compare.table import COMPARISON_FILE, write_comparison
+from scoregram.compare.table import COMPARISON_FILE, comparison_setting, is_comparison, write_comparison
 from scoregram.policy import load_policy
 from scoregram.report import show_table
 from scoregram.runs import (
@@ -26,6 +26,7 @@ from scoregram.runs import (
     FolderLock,
     config_differences,
     disk_errors,
+    last_scalar,
     make_folder,
     require_own_folder,
     require_same_config,
@@ -37,7 +38,6 @@ from scoregram.training import (
     Trained,
     available_cores,
     fitted_task,
-    last_scalar,
     require_runnable,
     require_some_effect,
     run_in_processes,
@@ -49,8 +49,6 @@ FAILURE = "failure.txt"
 """End of the name of the file, beside a run's folder, that says why the run failed."""
 LONGEST_NAME = 255
 """Bytes of the longest file name that most disks allow."""
-SETTING_TYPES = {"methods": dict, "seeds": int, "rollouts": int, "every_rollouts": int, "batch_size": int}
-"""Type of each setting that every version has written into the file of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -221,37 +219,12 @@ def read_comparison_setting(folder: Path) -> Mapping[str, Any]:
     Raises:
         ScoregramError: If the file is damaged.
     """
-    path, remedy = folder / COMPARISON_FILE, "Restore it from a copy, or choose another --out."
-    if not path.is_file():
+    if not is_comparison(folder):
         return {}
-    try:
-        setting = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return fail("compare --out", f"{path} must be a JSON file", error, remedy)
-    if damage := setting_damage(setting):
-        fail("compare --out", f"{path} must be written by scoregram compare", damage, remedy)
+    remedy = "Restore it from a copy, or choose another --out."
+    setting = comparison_setting(folder, caller="compare --out", remedy=remedy)
     has_begun = any(any(folder.glob(f"runs/*/*/{name}")) for name in (CONFIG_FILE, METRICS))
     return setting if has_begun else {}
-
-
-def setting_damage(setting: Any) -> str:
-    """What is wrong with the content of a comparison's file; empty if nothing is.
-
-    Example:
-        >>> setting_damage([]), setting_damage({"methods": {"grpo": "grpo"}, "seeds": "one"})
-        ('[]', "seeds 'one'")
-    """
-    if not isinstance(setting, dict):
-        return repr(setting)[:40]
-    for name, kind in SETTING_TYPES.items():
-        value = setting.get(name)
-        if type(value) is not kind or not value:
-            return f"{name} {value!r}"[:80] if name in setting else f"no {name}"
-    if not all(isinstance(folder, str) for folder in setting["methods"].values()):
-        return f"methods {setting['methods']}"[:80]
-    if not isinstance(setting.get("shared", {}), dict):
-        return f"shared {setting['shared']!r}"[:80]
-    return ""
 
 
 def write_comparison_setting(config: CompareConfig) -> None:

@@ -29,6 +29,8 @@ from scoregram.runs import REPORT, disk_errors, write_atomically
 
 COMPARISON_FILE = "compare.json"
 """File with the settings of a comparison."""
+SETTING_TYPES = {"methods": dict, "seeds": int, "rollouts": int, "every_rollouts": int, "batch_size": int}
+"""Type of each setting that every version has written into the file of a comparison."""
 
 COLUMN_DEFINITIONS = """\
 - accuracy: share of test problems whose greedy rollout is right after the last step.
@@ -66,15 +68,44 @@ def open_comparison(folder: Path) -> MethodComparison:
     Raises:
         ScoregramError: If the file with its settings is damaged.
     """
+    setting = comparison_setting(folder, caller="report", remedy="Restore it from a copy.")
+    return read_comparison(folder, setting)
+
+
+def comparison_setting(folder: Path, *, caller: str, remedy: str) -> Mapping[str, Any]:
+    """The settings of the comparison in a folder.
+
+    Raises:
+        ScoregramError: If the file is damaged.
+    """
     path = folder / COMPARISON_FILE
     try:
         setting = read_json(path)
-        known = {"methods", "seeds", "rollouts", "batch_size", "every_rollouts"} <= setting.keys()
-    except (ValueError, AttributeError) as error:
-        return fail("report", f"{path} must be written by scoregram compare", error, "Restore it from a copy.")
-    if not known:
-        fail("report", f"{path} must be written by scoregram compare", "something else", "Restore it from a copy.")
-    return read_comparison(folder, setting)
+    except ValueError as error:
+        return fail(caller, f"{path} must be a JSON file", error, remedy)
+    if damage := setting_damage(setting):
+        fail(caller, f"{path} must be written by scoregram compare", damage, remedy)
+    return setting
+
+
+def setting_damage(setting: Any) -> str:
+    """What is wrong with the content of a comparison's file; empty if nothing is.
+
+    Example:
+        >>> setting_damage([]), setting_damage({"methods": {"grpo": "grpo"}, "seeds": "one"})
+        ('[]', "seeds 'one'")
+    """
+    if not isinstance(setting, dict):
+        return repr(setting)[:40]
+    for name, kind in SETTING_TYPES.items():
+        value = setting.get(name)
+        if type(value) is not kind or not value:
+            return f"{name} {value!r}"[:80] if name in setting else f"no {name}"
+    if not all(isinstance(folder, str) for folder in setting["methods"].values()):
+        return f"methods {setting['methods']}"[:80]
+    if not isinstance(setting.get("shared", {}), dict):
+        return f"shared {setting['shared']!r}"[:80]
+    return ""
 
 
 def write_comparison(folder: Path) -> tuple[Table, Table]:

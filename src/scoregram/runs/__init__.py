@@ -36,6 +36,7 @@ from scoregram.runs.metrics import CHECK_PASSED as CHECK_PASSED
 from scoregram.runs.metrics import OWN_PREFIX as OWN_PREFIX
 from scoregram.runs.metrics import beside_foreign as beside_foreign
 from scoregram.runs.metrics import has_failed_check as has_failed_check
+from scoregram.runs.metrics import last_scalar as last_scalar
 from scoregram.runs.metrics import needs_gram as needs_gram
 from scoregram.runs.metrics import own_name as own_name
 from scoregram.runs.metrics import read_metrics as read_metrics

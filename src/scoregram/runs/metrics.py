@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from scoregram.checks import fail
+from scoregram.runs.disk import METRICS
 
 Scalar = float | int | bool
 """A value of a line; an undefined one is `nan` in Python and `null` in the file."""
+_TAIL_BYTES = 1 << 16
+"""Bytes at the end of a metrics file in which its last line is looked for."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,27 @@ def read_metrics(path: Path) -> MetricsFile:
             lines.append(line)
             ends.append(end)
     return MetricsFile(tuple(lines), tuple(ends), len(content) - (ends[-1] if ends else 0))
+
+
+def last_scalar(folder: Path, name: str) -> int:
+    """An integer scalar, such as `step`, in the last line that the run of a folder has written; 0 before the first.
+
+    Only the end of the file is read, so that many runs can be watched.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        if not line.endswith(b"\n"):  # still being written, or torn by a kill
+            continue
+        try:
+            return int(json.loads(line)[name])
+        except (ValueError, KeyError, TypeError):  # another program's line
+            continue
+    return 0
 
 
 def _parse(raw: bytes, *, after: int) -> dict[str, Scalar] | None:

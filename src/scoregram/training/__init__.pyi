@@ -18,7 +18,6 @@ from .methods import Method as Method
 from .preparation import START_HASH as START_HASH
 from .preparation import fitted_task as fitted_task
 from .several import available_cores as available_cores
-from .several import last_scalar as last_scalar
 from .several import resumable_config as resumable_config
 from .several import run_in_processes as run_in_processes
 from .several import run_one as run_one

@@ -46,7 +46,13 @@ from scoregram.training.draw import DrawnRollouts, draft_scalars, draw_rollouts,
 from scoregram.training.evaluate import HeldOutProblems, held_out_problems
 from scoregram.training.input_source import InputSource
 from scoregram.training.inputs import input_sources
-from scoregram.training.preparation import bytes_for_checkpoint, checkpoints_to_come, open_writer, training_task
+from scoregram.training.preparation import (
+    bytes_for_checkpoint,
+    checkpoints_to_come,
+    open_writer,
+    require_metrics,
+    training_task,
+)
 from scoregram.training.progress import Progress
 from scoregram.training.trackers import open_trackers, require_trackers
 from scoregram.training.truth import CreditObserver, truth_source
@@ -93,6 +99,7 @@ def train(
         installed_vllm()  # raises before the policy is loaded if vllm is not installed
     if config.resume:
         require_same_config(config.out, config.record(), config.may_differ())
+        require_metrics(config.out)
     with threads(config.threads), without_cudnn_attention(), one_sampling_warning(config):
         return _train(config, console, on_start, on_evaluation)
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from scoregram.checks import fail
 from scoregram.policy import Policy, weights_sha256
-from scoregram.runs import RunWriter, environment, open_run
+from scoregram.runs import METRICS, RunWriter, environment, last_scalar, open_run
 from scoregram.tasks import Problem, Task, load_task
 from scoregram.training.checkpoint import Position, Resumable, load_checkpoint
 from scoregram.training.config import TrainConfig, control_option, is_due
@@ -69,6 +70,15 @@ def first_problems(task: Task, count: int) -> Sequence[Problem]:
     if count > len(task.train):
         fail("train --train-problems", f"{task.name} has {len(task.train)} training problems", count, "Lower it.")
     return task.train[:count]
+
+
+def require_metrics(folder: Path) -> None:
+    """Raise if a run that is resumed lost metrics of steps before its checkpoint: they would be missing for good."""
+    latest, last = open_run(folder).latest_checkpoint, last_scalar(folder, "step")
+    if latest is not None and last < latest[0]:
+        requirement = f"{folder / METRICS} must have every step up to the checkpoint of step {latest[0]}"
+        remedy = f"Restore it from a copy, or delete {folder} to train the run again."
+        fail("train", requirement, f"a file that ends at step {last}" if last else "a file without a step", remedy)
 
 
 def open_writer(

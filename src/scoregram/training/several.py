@@ -1,6 +1,5 @@
 """Train several runs in parallel, one process each, resuming interrupted ones, with one progress bar for all."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from scoregram.errors import fail
-from scoregram.runs import CONFIG_FILE, METRICS, TEMPORARY, open_run
+from scoregram.runs import CONFIG_FILE, TEMPORARY, open_run
 from scoregram.terminal import duration
 from scoregram.training.config import TrainConfig
 from scoregram.training.loop import Trained, train
@@ -33,8 +31,6 @@ _PROGRESS_SECONDS = 0.5
 """Seconds between two updates of the progress bar."""
 _PLAIN_EVERY = 20
 """Updates between two plain lines, where the output is not a terminal."""
-_TAIL_BYTES = 1 << 16
-"""Bytes at the end of `metrics.jsonl` in which the last line is looked for."""
 
 _STOPPED, _BROKEN = 1, 2
 """Values of `_stop`: no further run may begin; besides, a worker died and the queues between processes may hang."""
@@ -160,42 +156,18 @@ def resumable_config(config: TrainConfig) -> TrainConfig:
     """The config, set to resume a run that left a checkpoint, and to overwrite a run that left none.
 
     Raises:
-        ScoregramError: If the folder lost its config, or metrics of steps before the checkpoint: a resumed run would
-            lack these steps.
+        ScoregramError: If the folder lost its config.
     """
-    folder, remedy = config.out, f"Restore it from a copy, or delete {config.out} to train the run again."
+    folder = config.out
     if not (folder / CONFIG_FILE).is_file():
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         others = [name for name in found if not name.startswith(TEMPORARY)]
         if others:
+            remedy = f"Restore it from a copy, or delete {folder} to train the run again."
             fail("train", f"{folder} must have a {CONFIG_FILE}", f"only {', '.join(others)}", remedy)
         return config
-    latest, last = open_run(folder).latest_checkpoint, last_scalar(folder, "step")
-    if latest is not None and last < latest[0]:
-        requirement = f"{folder / METRICS} must have every step up to the checkpoint of step {latest[0]}"
-        fail("train", requirement, f"a file that ends at step {last}" if last else "a file without a step", remedy)
+    latest = open_run(folder).latest_checkpoint
     return replace(config, resume=latest is not None, overwrite=latest is None)
-
-
-def last_scalar(folder: Path, name: str) -> int:
-    """An integer scalar, such as `step`, in the last line that a run has written; 0 before the first line.
-
-    Only the end of the file is read, so that many runs can be watched.
-    """
-    path = folder / METRICS
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = file.read().splitlines(keepends=True)
-    for line in reversed(lines):
-        if not line.endswith(b"\n"):  # still being written, or torn by a kill
-            continue
-        try:
-            return int(json.loads(line)[name])
-        except (ValueError, KeyError, TypeError):  # another program's line
-            continue
-    return 0
 
 
 @contextmanager

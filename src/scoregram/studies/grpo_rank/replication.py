@@ -20,14 +20,13 @@ from scoregram.checks import fail, lookup
 from scoregram.exhibits import Table, from_plain
 from scoregram.policy import PolicyConfig, load_policy
 from scoregram.report import show_table
-from scoregram.runs import write_atomically
+from scoregram.runs import last_scalar, write_atomically
 from scoregram.studies.grpo_rank import PAPER_ID
 from scoregram.studies.grpo_rank.evidence import assessment, headline, write_evidence, write_replication_report
 from scoregram.studies.grpo_rank.presets import PRESETS, PlannedRun, Preset, plan, start_of, write_setting
 from scoregram.studies.record import public_key, write_record
 from scoregram.tasks import load_task
 from scoregram.training import (
-    last_scalar,
     resumable_config,
     run_in_processes,
     run_one,
