@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 from gsm8k import QWEN_FILES, UNEVEN, by_seed, gsm8k_runs, shown_label
 from packed import comparison, composition_gaps, hundred, level_of, markdown, seed_means
+from run import FIRST, FRESH, FRESH_SEEDS
 
 from scoregram.bootstrap import t_mean
 from scoregram.compare.intervals import mean_over_problems
@@ -13,11 +14,9 @@ from scoregram.compare.results import MethodResult
 from scoregram.compare.table import shown_estimate
 from scoregram.exhibits import Estimate, cell_text
 from scoregram.reading import SAMPLED_TEST
+from scoregram.training import METHODS
 
-UNDIVIDED = (
-    *("grpo-paper", "rloo", "opo-loo", "pass-at-k", "dr-grpo"),
-    *("opo", "optimal", "optimal-loo", "grpo-prime-rl"),
-)
+UNDIVIDED = tuple(name for name in FRESH["stopping"] if name != FIRST)
 """Methods with a group baseline that do not divide by the deviation of the group, without the copies of `rloo`."""
 UNDIVIDED_FURTHER = ("reinforce", "reinforce-baseline", "reinforce-critic", "remax")
 """Methods with another baseline, or none, that do not divide either."""
@@ -26,6 +25,7 @@ FIRST_LOSSES = (
     *(("spell_backward", "igrpo"), ("rotate_matrix", "agro"), ("spell_backward", "agro")),
 )
 """Task and method of the losses by both criteria with seeds 0 to 2."""
+FIRST_FILE, FRESH_FILE = "runs.jsonl.xz", "fresh.jsonl.xz"
 
 
 def contrasts_table() -> str:
@@ -39,7 +39,7 @@ def contrasts_table() -> str:
         ("remax", "agro", "delta"), (("first", QWEN_FILES[0]), ("later", QWEN_FILES[1]))
     ):
         rows.append((sampled, f"{name} minus the {which} runs of grpo, seeds 0 and 1", batch_difference(name, file)))
-    for task in ("arithmetic", "spell_backward"):
+    for task in ("arithmetic", "compositions", "calculator", "stopping", "rotate_matrix", "spell_backward"):
         rows.append((task, "ppo-whitened minus ppo", difference(task, "ppo-whitened", "ppo")))
     for names in (UNDIVIDED, UNDIVIDED + UNDIVIDED_FURTHER):
         rows.append(("stopping", f"mean of {', '.join(names)}, minus grpo", mean_difference(names)))
@@ -55,9 +55,28 @@ def contrasts_table() -> str:
     )
 
 
-def difference(task: str, mine: str, theirs: str, seeds: Collection[int] = range(6)) -> Estimate:
+def planned_table() -> str:
+    """The comparisons of `FRESH` with the first seeds and with fresh ones, and those of each method on `stopping`."""
+    files = ((FIRST_FILE, range(6)), (FRESH_FILE, FRESH_SEEDS))
+    methods, seeds = FRESH["compositions"], [f"seeds {own[0]} to {own[-1]}" for _, own in files]
+    gap = f"held-out minus known, finer credit minus one per rollout, {len(methods)} methods"
+    rows = [
+        ("stopping", "mean of the nine minus grpo", "yes", *(mean_difference(UNDIVIDED, file) for file, _ in files)),
+        ("compositions", gap, "yes", *(composition_difference(methods, file) for file, _ in files)),
+    ]
+    pairs = [("spell_backward", "ppo-whitened", "ppo", "yes"), ("spell_backward", "ppo-whitened", FIRST, "no")]
+    for task, mine, theirs, planned in (*pairs, *(("stopping", name, FIRST, "no") for name in UNDIVIDED)):
+        both = (difference(task, mine, theirs, own, file) for file, own in files)
+        rows.append((task, f"{mine} minus {theirs}", planned, *both))
+    cells = [[cell_text(cell) for cell in row] for row in rows]
+    return markdown(("task", "comparison", "planned", *seeds), cells)
+
+
+def difference(
+    task: str, mine: str, theirs: str, seeds: Collection[int] = range(6), file: str = FIRST_FILE
+) -> Estimate:
     """Difference of two methods, paired by seed and problem."""
-    found = comparison(task)
+    found = comparison(task, file)
     both = [
         MethodResult(method.label, [run for run in method.runs if run.seed in seeds])
         for name in (mine, theirs)
@@ -67,9 +86,9 @@ def difference(task: str, mine: str, theirs: str, seeds: Collection[int] = range
     return shown_estimate(both[0].gain_over(both[1], found.outcome), found.outcome)
 
 
-def mean_difference(names: Sequence[str]) -> Estimate:
+def mean_difference(names: Sequence[str], file: str = FIRST_FILE) -> Estimate:
     """Mean of some methods minus `grpo` on `stopping`, over seeds."""
-    found = comparison("stopping")
+    found = comparison("stopping", file)
     means = {method.label: seed_means(method, found.outcome) for method in found.methods}
     return t_mean([float(np.mean([means[n][s] - means["grpo"][s] for n in names])) for s in means["grpo"]])
 
@@ -85,11 +104,12 @@ def level_difference(task: str) -> Estimate:
     return shown_estimate(t_mean((token - group).tolist()), found.outcome)
 
 
-def composition_difference() -> Estimate:
+def composition_difference(names: Collection[str] = tuple(METHODS), file: str = FIRST_FILE) -> Estimate:
     """The gap between held-out and known combinations: methods with finer credit minus the others, over seeds."""
-    labels = [method.label for method in comparison("compositions").methods]
+    found = comparison("compositions", file)
+    own = [method for method in found.methods if method.label in names]
     token, group = (
-        np.mean([composition_gaps(label) for label in labels if level_of(label) == level], axis=0)
+        np.mean([composition_gaps(method, found.outcome) for method in own if level_of(method.label) == level], axis=0)
         for level in ("token", "group")
     )
     return t_mean((token - group).tolist())

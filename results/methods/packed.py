@@ -60,9 +60,9 @@ def packed_run(record: Mapping[str, Any]) -> RunResult:
 
 
 @cache
-def comparison(table: str) -> MethodComparison:
+def comparison(table: str, file: str = "runs.jsonl.xz") -> MethodComparison:
     """The comparison of one task, with the seeds that all its methods have."""
-    own = [record for record in records() if record["table"] == table]
+    own = [record for record in records(file) if record["table"] == table]
     seeds = set.intersection(*({r["seed"] for r in own if r["label"] == label} for label in {r["label"] for r in own}))
     runs: dict[str, list[RunResult]] = {}
     for record in own:
@@ -150,9 +150,7 @@ def hundred(estimate: Estimate) -> Estimate:
     return Estimate(*(100 * value for value in (estimate.value, estimate.low, estimate.high)))
 
 
-def composition_gaps(label: str) -> np.ndarray:
+def composition_gaps(method: MethodResult, outcome: RankedOutcome) -> np.ndarray:
     """One number per seed: points on held-out combinations minus points on known ones."""
-    found = comparison("compositions")
-    method = next(method for method in found.methods if method.label == label)
-    known_sums, composed = (seed_means(method, found.outcome, split) for split in ("", "composition"))
+    known_sums, composed = (seed_means(method, outcome, split) for split in ("", "composition"))
     return np.array([100 * (composed[seed] - known_sums[seed]) for seed in sorted(known_sums)])

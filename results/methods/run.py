@@ -137,11 +137,6 @@ FURTHER = (
 
 The last two lines have no run yet.
 """
-LATER = {"ppo-whitened": ("compositions", "calculator", "stopping", "rotate_matrix")}
-"""Method → tasks of the embedded policy on which it has no run yet: it came after the others.
-
-`--methods ppo-whitened` trains them; `collect.py --untimed` adds them to the records.
-"""
 FRESH: Mapping[str, Sequence[str]] = {
     "stopping": (
         *("grpo", "grpo-paper", "rloo", "opo-loo", "pass-at-k", "dr-grpo"),

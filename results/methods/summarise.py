@@ -203,7 +203,7 @@ def composition_table() -> str:
     found = comparison("compositions")
     rows = []
     for level in ("group", "token"):
-        gaps = [composition_gaps(method.label) for method in found.methods if level_of(method.label) == level]
+        gaps = [composition_gaps(own, found.outcome) for own in found.methods if level_of(own.label) == level]
         shown = f"mean of {len(gaps)} methods, {LEVELS[level]}"
         rows.append((shown, "", "", cell_text(t_mean(np.mean(gaps, axis=0).tolist()))))
     for method in found.methods:
@@ -211,7 +211,7 @@ def composition_table() -> str:
             cell_text(shown_estimate(method.final(split, found.outcome), found.outcome))
             for split in ("", "composition")
         ]
-        rows.append((method.label, *finals, cell_text(t_mean(composition_gaps(method.label).tolist()))))
+        rows.append((method.label, *finals, cell_text(t_mean(composition_gaps(method, found.outcome).tolist()))))
     return markdown(("method", "accuracy, %", "composition, %", "composition minus known, points"), rows)
 
 
