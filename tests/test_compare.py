@@ -70,7 +70,7 @@ def test_every_run_has_the_shared_settings_and_its_own_options():
             "max_new_tokens belongs to the whole comparison",
         ),  # tests sample with it
         ({"methods": "grpo:train-problems=2"}, "train_problems belongs to the whole comparison"),
-        ({"methods": "grpo,grpo:beta=0"}, "once, got the same settings as grpo and grpo:beta=0"),
+        ({"methods": "grpo,grpo:beta=0"}, "once, got grpo and grpo:beta=0, which have the same settings"),
         ({"methods": "rloo,grpo:learning_rate=nan"}, "compare --methods grpo:learning_rate=nan: train --learning-rate"),
         ({"methods": "grpo:seed=3"}, "seed belongs to the whole comparison and must not be an option of grpo"),
         ({"methods": "grpo:reward=my:chance"}, "reward belongs to the whole comparison"),
@@ -192,6 +192,25 @@ def test_rollouts_that_were_trained_on_by_hand(lines, trained):
     assert run.trained == trained
     extra = MethodResult("one", [run, run]).extra().value
     assert extra == pytest.approx(1 - trained / lines[-1]["rollouts"])
+
+
+def test_one_seed_decides_nothing_and_a_start_that_solves_nothing_is_no_target():
+    whole = hand_made()
+    alone = replace(whole, methods=[replace(method, runs=method.runs[:1]) for method in whole.methods])
+    assert verdict_sentence(alone).startswith(
+        "With 160 rollouts, 3 seeds: one seed cannot tell grpo from better (+25.0 points), mixed (-25.0 points)"
+    )
+    wrong = MethodResult("grpo", [run_of(seed, [0, 0], [0.0, 0.0, 0.0]) for seed in range(3)])
+    missed = MethodComparison({**whole.setting, "target": None}, [wrong])
+    assert not any("rollouts to" in name for name in accuracy_table(missed).columns)
+
+
+def test_a_seed_without_a_measurement_is_left_out_of_signal_and_noise():
+    (first, *_), unmeasured = hand_made().methods, {"gram/update_signal": math.nan, "gram/update_noise": math.nan}
+    runs = [*first.runs, run_of(3, [1, 1, 0, 0], [0.0, 0.25, 0.5], **unmeasured)]
+    found, known = MethodResult("grpo", runs), MethodResult("grpo", list(first.runs))
+    assert found.signal_to_noise() == known.signal_to_noise() and known.signal_to_noise().value == 0.5
+    assert math.isnan(MethodResult("grpo", runs[3:]).signal_to_noise().value)
 
 
 def test_a_method_without_a_finished_run_is_named():

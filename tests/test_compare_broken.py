@@ -246,3 +246,18 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(seconds, policy, tmp_pat
         assert process.wait(timeout=300) == 130, (tmp_path / "log").read_text()
     said = (tmp_path / "log").read_text()
     assert "Traceback" not in said and "Stopped. The same command continues from here" in said
+
+
+def test_the_failure_of_an_earlier_command_is_not_reported_for_a_run_that_did_not_start(copy, policy, monkeypatch):
+    config = small(policy, copy, methods=METHODS, seeds=1, rollouts=60, every_rollouts=3)
+    old = copy / "runs/rloo/seed-0-failure.txt"
+    old.write_text("ValueError: from yesterday\n")
+
+    def die(*_: Any, **__: Any) -> bool:
+        raise BrokenProcessPool("a worker died")
+
+    monkeypatch.setattr(cells_module, "run_in_processes", die)
+    said = StringIO()
+    with pytest.raises(ScoregramError, match=r"got grpo, seed 0: 36 of 60; rloo, seed 0: 36 of 60"):
+        compare_methods(replace(config, jobs=2), console=Console(file=said, width=300))
+    assert "yesterday" not in said.getvalue() and not old.exists()

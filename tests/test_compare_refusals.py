@@ -1,7 +1,5 @@
 """Comparisons that cannot work: refused before the first run, or at the first evaluation that shows it."""
 
-import json
-import math
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -46,21 +44,33 @@ def test_a_method_that_the_task_excludes_is_refused_before_the_first_run(policy,
         assert not (tmp_path / "none").exists()
 
 
-def test_a_target_that_is_no_accuracy_ends_runs_at_the_first_evaluation_that_shows_it(policy, tmp_path, capsys):
-    folder, said = tmp_path / "aimed", Console(file=StringIO(), width=200)
-    config = small(policy, folder, target=80.0, methods="grpo", seeds=1)  # a user's reward may be any number
-    assert compare_methods(config, console=said) == 1
-    assert "--target: must be an accuracy above 0" in said.file.getvalue()  # type: ignore[union-attr]
-    assert not (folder / "runs/grpo/seed-0/metrics.jsonl").read_text()
-    assert compare_methods(replace(config, target=0.5), console=QUIET) == 0
-    setting = json.loads((folder / "compare.json").read_text()) | {"target": 80.0}
-    (folder / "compare.json").write_text(json.dumps(setting))
-    assert cli.main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
-    assert "The target 80.0 is no accuracy" in (tmp_path / "page.html").read_text()
+def test_a_target_that_is_no_accuracy_costs_its_column_alone(policy, tmp_path):
+    """A user's reward may be any number, so 0s and 1s do not show what it may be; another target needs no new run."""
+    config = small(policy, tmp_path / "aimed", target=80.0, methods="grpo", seeds=1)
+    said = StringIO()
+    assert compare_methods(config, console=Console(file=said, width=300)) == 0
+    assert "The target 80.0 is no accuracy (write 0.8 for 80 %)" in said.getvalue()
+    metrics = tmp_path / "aimed/runs/grpo/seed-0/metrics.jsonl"
+    before = metrics.read_bytes()
+    said = StringIO()
+    assert compare_methods(replace(config, target=0.5), console=Console(file=said, width=300)) == 0
+    assert "rollouts to 50 %" in said.getvalue() and metrics.read_bytes() == before
 
 
-def test_rewards_that_are_all_0_do_not_decide_whether_a_target_is_an_accuracy():
-    for undecided in ([0.0, 0.0], [0.0, 0.5, 1.0], [math.nan], [0.0, 2.0]):
-        cells_module.refuse_binary_rewards(80.0, undecided)
-    with pytest.raises(ScoregramError, match="the rewards of the test rollouts are 0 or 1, got 80"):
-        cells_module.refuse_binary_rewards(80.0, [0.0, 1.0, math.nan])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--methods", "ppo:estimator=gea:critic_updates=4"], "train --estimator: the name must be one of"),
+        (
+            ["--methods", "grpo", "--estimator", "gea", "--prefix-rollouts", "8"],
+            "train --estimator: the name must be one of",
+        ),
+        (
+            ["--methods", "grpo", "--objective", "grop", "--beta", "0.1", "--kl", "k2"],
+            "train --objective: the name must be one of",
+        ),
+    ],
+)
+def test_a_misspelt_name_beside_an_option_that_depends_on_it_is_a_sentence(options, says, tmp_path, capsys):
+    assert cli.main(["compare", *options, "--rollouts", "64", "--out", str(tmp_path / "none")]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "none").exists()

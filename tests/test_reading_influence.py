@@ -276,6 +276,9 @@ def test_a_held_out_rollout_on_weights_without_a_gradient_does_not_set_the_scale
 def test_training_rollouts_are_stored_at_probes_only(policy, tmp_path):
     with pytest.raises(ValueError, match=r"train --probe-trained: needs probes .*, got probe_every 0 .*Add"):
         config_for(policy, tmp_path, probe_trained=True, probe_every=0)
+    with pytest.raises(ValueError, match=r"probe at the policy's temperature, 1, got probe_temperatures 0.5\. Leave"):
+        config_for(policy, tmp_path, probe_trained=True, probe_every=1, probe_temperatures=(0.5,))
+    config_for(policy, tmp_path, probe_trained=True, probe_every=1, probe_temperatures=(0.5, 1.0))
 
 
 def test_products_between_prompts_are_those_of_leave_one_out_gradients():

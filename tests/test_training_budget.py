@@ -5,10 +5,11 @@ import math
 import pytest
 
 from scoregram import cli
-from scoregram.checks import ScoregramError
+from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.runs import last_scalar, open_run
 from scoregram.training import draw, loop
 from scoregram.training.config import TrainConfig
+from scoregram.training.critic import Critic
 from scoregram.training.loop import train
 from tests.training_cases import JUDGE, config_for, save_policy, without_times
 
@@ -66,8 +67,6 @@ def test_a_larger_budget_continues_a_run_to_the_same_numbers(policy, tmp_path):
 
 
 def test_a_skipped_step_counts_too(policy, tmp_path, monkeypatch):
-    from scoregram.checks import NotFiniteError
-
     original, calls = loop.apply_gradient, iter(range(99))
 
     def broken(*given):
@@ -78,6 +77,29 @@ def test_a_skipped_step_counts_too(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "apply_gradient", broken)
     train(config_for(policy, tmp_path / "run", rollouts=36, on_not_finite="skip", eval_every=0))
     assert [line["rollouts"] for line in open_run(tmp_path / "run").metrics()] == [12, 24, 36]
+
+
+def test_rollouts_drawn_before_an_input_fails_count(policy, tmp_path, monkeypatch):
+    """The greedy rollouts of the three prompts were sampled, whatever the critic's values are."""
+
+    def broken(critic: Critic, *_: object) -> None:
+        raise NotFiniteError("broken on purpose")
+
+    monkeypatch.setattr(Critic, "inputs", broken)
+    changes = {"method": "reinforce-critic", "estimator": "remax", "on_not_finite": "skip", "eval_every": 0, "steps": 2}
+    config = config_for(policy, tmp_path / "run", **changes)
+    learner = loop.input_sources
+
+    def both(method, config, policy, task):
+        return [*learner(method, config, policy, task), Critic(config, policy, prompts_only=True)]
+
+    monkeypatch.setattr(loop, "input_sources", both)
+    train(config)
+    lines = open_run(tmp_path / "run").metrics()
+    assert [(line["rollouts"], line["skipped"], line["credit/extra_rollouts"]) for line in lines] == [
+        (15, 1, 3),
+        (30, 1, 3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The critic: what its values depend on, what it learns, and what it leaves alone."""
 
 import copy
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from scoregram.checks import ScoregramError
+from scoregram.checks import NotFiniteError, ScoregramError
 from scoregram.policy import Policy, PolicyConfig, load_policy
 from scoregram.rollouts import Rollouts
 from scoregram.runs import open_run
@@ -127,6 +129,44 @@ def test_learning_leaves_the_policy_alone(policy, folder, kind):
     critic.learn(rollouts)
     assert all(torch.equal(before[name], value) for name, value in policy.model.state_dict().items())
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+def test_a_critic_whose_gradient_is_not_finite_stays_as_it_was(policy, folder):
+    critic, rollouts = critic_for(policy, folder), sampled(policy)
+    critic.inputs(1, rollouts, PROBLEMS)
+    before = {name: value.clone() for name, value in critic.model.state_dict().items()}
+    with pytest.raises(
+        NotFiniteError, match=r"gradient of the critic must be finite, got .* Lower --critic-learning-r"
+    ):
+        critic.learn(replace(rollouts, rewards=torch.full((12,), 1e30, dtype=torch.float64)))
+    assert all(torch.equal(before[name], value) for name, value in critic.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in critic.model.parameters())
+
+
+@pytest.mark.parametrize("policy_of_failures", ["skip", "stop"])
+def test_a_run_says_that_its_critic_failed_and_keeps_the_update_of_the_policy(
+    folder, tmp_path, monkeypatch, policy_of_failures
+):
+    real = Critic.learn
+
+    def learn(critic: Critic, rollouts: Rollouts) -> dict[str, float]:
+        broken = rollouts if len(learnt) != 1 else replace(rollouts, rewards=rollouts.rewards + 1e30)
+        learnt.append(1)
+        return real(critic, broken)
+
+    learnt: list[int] = []
+    monkeypatch.setattr(Critic, "learn", learn)
+    said = Console(file=io.StringIO(), width=300)
+    config = config_for(folder, tmp_path / "run", method="ppo", steps=4, on_not_finite=policy_of_failures)
+    if policy_of_failures == "stop":
+        with pytest.raises(NotFiniteError, match="step 2: train: the gradient of the critic must be finite"):
+            train(config, console=said)
+        return
+    train(config, console=said)
+    assert "step 2 ended after 1 of 1 updates: train: the gradient of the critic" in said.file.getvalue()  # type: ignore[union-attr]
+    lines = open_run(tmp_path / "run").metrics()
+    assert [line["step"] for line in lines if "skipped" in line] == []
+    assert ["credit/value_loss" in line for line in lines if line["step"]] == [True, False, True, True]
 
 
 def test_a_critic_learns_the_returns_of_fixed_rollouts(policy, folder):

@@ -1,13 +1,11 @@
 """The cells of a comparison: one run for each method and seed, trained if it is missing or incomplete."""
 
 import json
-import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from rich.console import Console
 
 from scoregram.checks import ScoregramError, fail
 from scoregram.compare.config import CompareConfig, method_choice
-from scoregram.compare.results import is_accuracy, require_accuracy
+from scoregram.compare.results import require_accuracy
 from scoregram.compare.table import COMPARISON_FILE, comparison_setting, is_comparison, write_comparison
 from scoregram.policy import load_policy
 from scoregram.report import show_table
@@ -136,6 +134,8 @@ def compare_in_folder(config: CompareConfig, console: Console) -> int:
 def require_compared_effects(config: CompareConfig) -> None:
     """Raise if an option acts in none of the compared methods, or an option of one method does not act in it."""
     runs = {choice.label: config.run_config(choice, seed=0) for choice in config.choices}
+    for run in runs.values():
+        require_runnable(run)  # such as an estimator that does not exist
     defaults = {field.name: field.default for field in fields(CompareConfig)}
     given = [field.name for field in fields(TrainConfig) if getattr(config, field.name) != defaults[field.name]]
     require_some_effect(given, list(runs.values()), caller="compare")
@@ -264,11 +264,12 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
     with runs_progress(
         config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
     ):
-        run = partial(run_or_explain, target=config.target)
-        if jobs == 1:
-            return all(not run(one).interrupted for one in missing)
         try:
-            return run_in_processes(missing, jobs, run=run)
+            if jobs == 1:
+                return all(not run_or_explain(one).interrupted for one in missing)
+            return run_in_processes(missing, jobs, run=run_or_explain)
+        except KeyboardInterrupt:  # before the first step of a run, or a second time
+            return False
         except BrokenProcessPool:
             console.print("A worker process died; the others stopped after their step.", soft_wrap=True)
             return True
@@ -292,17 +293,12 @@ def default_jobs(config: CompareConfig) -> int:
     return 1 if on_gpu or not config.threads else max(1, available_cores() // config.threads)
 
 
-def run_or_explain(config: TrainConfig, *, target: float | None = None) -> Trained:
-    """Train one run; an error of any kind ends this run alone, and its reason is written beside the folder.
-
-    A target that is no accuracy ends the run at the first evaluation whose rewards are all 0 or 1, some of them 1.
-    """
+def run_or_explain(config: TrainConfig) -> Trained:
+    """Train one run; an error of any kind ends this run alone, and its reason is written beside the folder."""
     reason = failure_path(config)
     reason.unlink(missing_ok=True)
     try:
-        if target is None or is_accuracy(target):
-            return run_one(config)
-        return run_one(config, on_evaluation=partial(refuse_binary_rewards, target))
+        return run_one(config)
     except (Exception, SystemExit) as error:  # such as out of memory, or sys.exit() in the user's reward function
         with disk_errors(reason, caller="compare"):
             reason.parent.mkdir(parents=True, exist_ok=True)
@@ -325,24 +321,16 @@ def failure_text(error: BaseException) -> str:
     return ", ".join([": ".join(filter(None, [kind, str(error)])), *notes])
 
 
-def refuse_binary_rewards(target: float, rewards: Sequence[float]) -> None:
-    """Raise if these rewards are an accuracy, for which the target is none; rewards that are all 0 decide nothing."""
-    known = {reward for reward in rewards if not math.isnan(reward)}
-    if 1.0 in known and known <= {0.0, 1.0}:
-        require_accuracy(target, "the rewards of the test rollouts are 0 or 1")
-
-
 def failure_path(config: TrainConfig) -> Path:
     """File with the reason why a run failed."""
     return config.out.parent / f"{config.out.name}-{FAILURE}"
 
 
 def forget_failures(cells: Sequence[PlannedCell]) -> None:
-    """Remove the reasons of earlier failures of runs that are complete by now."""
+    """Remove the reasons of failures of earlier commands: a run that fails again gets a new one."""
     for cell in cells:
-        if cell.is_complete:
-            with disk_errors(cell.config.out, caller="compare"):
-                failure_path(cell.config).unlink(missing_ok=True)
+        with disk_errors(cell.config.out, caller="compare"):
+            failure_path(cell.config).unlink(missing_ok=True)
 
 
 def failed_cells(cells: Sequence[PlannedCell]) -> dict[str, str]:

@@ -117,7 +117,7 @@ class CompareConfig(TrainConfig):
         runs = [replace(self.run_config(one, seed=0), out=self.out) for one in chosen]  # a default may be spelled out
         for (one, run), (other, same) in combinations(zip(chosen, runs, strict=True), 2):
             if run == same or one.folder == other.folder:
-                got = f"the same settings as {one.label} and {other.label}"
+                got = f"{one.label} and {other.label}, which have the same settings"
                 fail("compare --methods", "must name each method once", got, "Give one of them other options.")
         return chosen
 

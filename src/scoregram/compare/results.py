@@ -192,11 +192,13 @@ class MethodResult:
         return bounded_interval(ratio_over_seeds(left, all_of_them), *SHARE_ENDS)
 
     def signal_to_noise(self) -> Estimate:
-        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both summed over the measured steps of the last third.
+        """`|E ĝ|²` over `E|ĝ − E ĝ|²` of the update `ĝ`, both means over the measured steps of the last third.
 
-        The signal is an unbiased estimate and may be below 0, so the interval is not cut off there.
+        Their means over seeds are divided. The signal is an unbiased estimate and may be below 0, so the interval is
+        not cut off there. Runs without a measurement in their last third are left out; `nan` if all are.
         """
-        pooled = [run.run.update_power for run in self.runs]
+        powers = [run.run.update_power for run in self.runs]
+        pooled = [power for power in powers if not math.isnan(power.signal + power.noise)]
         return ratio_over_seeds([power.signal for power in pooled], [power.noise for power in pooled])
 
     def noise(self) -> Estimate:
@@ -243,14 +245,14 @@ class MethodComparison:
 
     @cached_property
     def target(self) -> float:
-        """Mean outcome to reach, for the column `rollouts to …`; `nan` if neither stated nor reached by a finished run.
+        """Mean outcome to reach, for the column `rollouts to …`: the stated one, or where the first method ends.
 
-        Also `nan` if the outcome is an accuracy and the stated target is none.
+        `nan` if it is not stated and the first method has no finished, tested run; also if the outcome is an accuracy
+        and the target is none, such as 80 or 0.
         """
         stated = self.setting.get("target")
-        if stated is None:
-            return self.methods[0].final(outcome=self.outcome).value
-        return math.nan if self.outcome is ACCURACY and not is_accuracy(stated) else float(stated)
+        target = self.methods[0].final(outcome=self.outcome).value if stated is None else float(stated)
+        return math.nan if self.outcome is ACCURACY and not is_accuracy(target) else target
 
 
 def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodComparison:

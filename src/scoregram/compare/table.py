@@ -32,20 +32,23 @@ COMPARISON_FILE = "compare.json"
 SETTING_TYPES = {"methods": dict, "seeds": int, "rollouts": int, "every_rollouts": int, "batch_size": int}
 """Type of each setting that every version has written into the file of a comparison."""
 
+ONE_SEED = "one seed"
+"""Verdict on a difference without an interval."""
+
 COLUMN_DEFINITIONS = """\
 - accuracy: share of test problems whose greedy rollout is right after the last step.
 - mean return: mean reward of these rollouts. It ranks the methods if some reward is neither 0 nor 1.
 - rollouts: all that a run sampled for training, also those from which no update is computed. Evaluations and \
 measurements do not count.
-- update signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both summed over the measured steps. The \
+- update signal to noise: |E ĝ|² over E|ĝ − E ĝ|² of the method's own update, both averaged over measured steps. The \
 scale of the advantages cancels; in the column noise it does not. `run.noise()` has that of the leave-one-out gradient \
 of the rewards instead.
 - rank over null: effective rank of the rows of a group over that of orthogonal rows of the same norms.
 - credit correlation and error: of the advantage that the method gave to each token with its true advantage, the \
 change in the probability of success. Error is a root mean square in units of reward.
-- filler: tokens whose true advantage is at most 0.01. Filler share: their share of all credit, and of the change in \
-log-probability that the update made (push). If every token gets credit of the same size, filler's share of credit is \
-its share of tokens.
+- filler: tokens whose true advantage is at most 0.01 in absolute value. Filler share: their share of all credit, and \
+of the change in log-probability that the update made (push). If every token gets credit of the same size, filler's \
+share of credit is its share of tokens.
 - measured steps: those of the last third of a run, as in the report of a run.
 - intervals: 95 %, t distribution over seeds; accuracy over seeds and problems. They are cut off where the quantity \
 cannot be, such as below 0 minutes or beyond 100 points of accuracy; this does not change how often they cover it. \
@@ -147,18 +150,21 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     """Which methods are better or worse than the first, and which lack runs, in one sentence."""
     (first, *others), outcome = comparison.methods, comparison.outcome
     digits = 1 if outcome is ACCURACY else 3
-    said: dict[str, list[str]] = {BETTER: [], WORSE: [], UNRESOLVED: []}
+    said: dict[str, list[str]] = {BETTER: [], WORSE: [], UNRESOLVED: [], ONE_SEED: []}
     for method in others if first.runs else ():
         if not method.runs:
             continue
         gain = method.gain_over(first, outcome)
         if math.isnan(gain.value):
             continue
-        said[verdict(gain)].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
+        word = ONE_SEED if math.isnan(gain.low) else verdict(gain)
+        said[word].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
     parts = [f"{', '.join(said[word])} {word} than {first.label}" for word in (BETTER, WORSE) if said[word]]
     if said[UNRESOLVED]:
         parts.append(f"no significant difference to {first.label} for {', '.join(said[UNRESOLVED])}")
+    if said[ONE_SEED]:
+        parts.append(f"one seed cannot tell {first.label} from {', '.join(said[ONE_SEED])}")
     if missing := missing_runs(comparison):
         parts.append(missing)
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."

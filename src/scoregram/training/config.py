@@ -258,6 +258,11 @@ class TrainConfig:
         if self.probe_trained and not (self.probe_every and self.between_prompts):
             got = f"probe_every {self.probe_every} and between_prompts {self.between_prompts}"
             fail("train --probe-trained", "needs probes and the Gram between prompts", got, "Add --probe-every 10.")
+        if self.probe_trained and self.temperature not in (self.probe_temperatures or (self.temperature,)):
+            requirement = f"needs a probe at the policy's temperature, {self.temperature:g}"
+            got = f"probe_temperatures {', '.join(f'{one:g}' for one in self.probe_temperatures)}"
+            remedy = f"Leave out --probe-temperatures, or add {self.temperature:g} to them."
+            fail("train --probe-trained", requirement, got, remedy)
         if self.sampler == "vllm" and self.lora_rank:
             remedy = "Choose another sampler, or --lora-rank 0."
             fail("train --sampler", "vllm needs a model without adapters", f"lora_rank {self.lora_rank}", remedy)
@@ -323,7 +328,8 @@ class TrainConfig:
             fail("train --batches-every", "a stored batch must be measured in one pass, across prompts", got, remedy)
         if self.every_rollouts:
             remedy = "Leave one of them out; probes store their whole Gram anyway."
-            fail("train --batches-every", "needs measured steps by number", "every_rollouts", remedy)
+            got = f"every_rollouts {self.every_rollouts}"
+            fail("train --batches-every", "needs measured steps by number", got, remedy)
 
     def _require_control(self) -> None:
         """Raise if an option that decides from step to step lacks what it measures."""
@@ -337,7 +343,8 @@ class TrainConfig:
         if self.allocate == "success" and (self.draw != "uniform" or self.shrink):
             got = f"draw {self.draw} and shrink {self.shrink}"
             remedy = "Choose --allocate measured, or leave it out."
-            fail(option, "success cannot be combined with --draw or --shrink, which need Grams", got, remedy)
+            requirement = "success cannot be combined with --draw or --shrink, which need Grams"
+            fail(control_option("allocate"), requirement, got, remedy)
         if self.follows_signal and size < SMALLEST_MEASURED_GROUP:
             remedy = f"Raise --group-size to {SMALLEST_MEASURED_GROUP}."
             requirement = f"the noise of a prompt is measured from {SMALLEST_MEASURED_GROUP} rollouts on"
@@ -356,7 +363,8 @@ class TrainConfig:
             remedy = f"Choose another method, or leave out {option.removeprefix('train ')}."
             fail(option, "needs a method that samples each prompt once per step", self.method, remedy)
         if self.sampling_temperature:
-            fail(option, "needs rollouts of the policy itself", "sampling_temperature", "Leave it out.")
+            got = f"sampling_temperature {self.sampling_temperature:g}"
+            fail(option, "needs rollouts of the policy itself", got, "Leave --sampling-temperature out.")
         if self.allocate != "uniform" and size <= SMALLEST_MEASURED_GROUP:
             least = f"gives every prompt at least {SMALLEST_MEASURED_GROUP} rollouts"
             requirement = f"{least}, so --group-size must be above {SMALLEST_MEASURED_GROUP}"

@@ -121,7 +121,7 @@ def require_unequal_groups(method: Method, option: str) -> None:
     """Raise if a method cannot train on groups of unequal size, or its Gram cannot measure the noise of a prompt."""
     row, objective = ESTIMATORS[method.estimator], OBJECTIVES[method.objective]
     if row.level != "group" or not set(row.needs) <= {"lengths", "outcomes", "score_energies"}:
-        remedy = "Choose rloo, grpo, dr-grpo or another of them."
+        remedy = "Choose an estimator that needs rewards alone, such as rloo, grpo or dr-grpo."
         fail(option, "needs one advantage per rollout, from the rewards of its group", method.estimator, remedy)
     if objective.weighs_ties or compares_with_reference(method.objective):
         fail(option, "needs a loss that is linear in the advantages", method.objective, "Choose another objective.")
@@ -221,6 +221,13 @@ def takes_values(method: Method) -> bool:
     """Whether the estimator takes values that a critic or fresh rollouts supply."""
     needs = ESTIMATORS[method.estimator].needs
     return "values" in needs or "prefix_values" in needs or ("baselines" in needs and method.learned_baseline)
+
+
+def has_critic(config: TrainConfig) -> bool:
+    """Whether a run learns the values of its estimator: they are neither exact nor from fresh rollouts."""
+    method = config.chosen_method
+    learns = takes_values(method) and "prefix_values" not in ESTIMATORS[method.estimator].needs
+    return learns and not config.exact_values
 
 
 def own_grams(gram: Gram, rollouts: Rollouts) -> GroupGrams:

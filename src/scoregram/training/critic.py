@@ -7,6 +7,7 @@ The head starts at zero, so the first values are 0.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scoregram.checks import fail
+from scoregram.checks import fail, not_finite
 from scoregram.policy import Policy
 from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem
@@ -56,7 +57,7 @@ def hidden_layers(model: Any) -> nn.Module:
     return inside
 
 
-@dataclass
+@dataclass(frozen=True)
 class ValueLoss:
     """Loss of the critic on the tokens of a step, and how well it predicted them before it learned."""
 
@@ -105,7 +106,11 @@ class Critic:
         return torch.cat([self._values(rollouts, here) for here in self._passes(rollouts)])
 
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """Regress on the returns of the step; returns loss and explained variance, from before it learned."""
+        """Regress on the returns of the step; returns loss and explained variance, from before it learned.
+
+        Raises:
+            NotFiniteError: If a gradient is not finite; the critic keeps the weights that it had before it.
+        """
         device = rollouts.input_ids.device
         returns = rewards_to_come(rollouts).to(device, torch.float32)
         counted = rollouts.completion_mask & ~returns.isnan()
@@ -119,8 +124,11 @@ class Critic:
                     self._values(rollouts, here), self.old[here], returns[here], self.config.critic_clip
                 )
                 (loss[counted[here]].sum() / counted.sum()).backward()
-            if self.config.max_grad_norm:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or math.inf))
+            if not math.isfinite(norm):
+                self.optimizer.zero_grad(set_to_none=True)
+                remedy = "Lower --critic-learning-rate."
+                not_finite("train", "the gradient of the critic must be finite", norm, remedy)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return {"credit/value_loss": before.loss, "credit/explained_variance": before.explained_variance}

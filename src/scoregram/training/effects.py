@@ -1,7 +1,8 @@
 """Options of `scoregram train` that act only together with others.
 
 On the command line an option that cannot act is refused. A comparison gives the same options to all of its methods, so
-there it must act in one of them, and the trainer itself ignores it in the others.
+there it must act in one of them, and the trainer itself ignores it in the others. Only
+`critic_warmup` is refused for a method without a critic there too: it would wait for nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from scoregram.advantages import ESTIMATORS
 from scoregram.errors import fail, option_name
 from scoregram.training.config import TrainConfig
-from scoregram.training.credit import compares_with_reference, takes_values
+from scoregram.training.credit import compares_with_reference, has_critic, takes_values
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,6 @@ class OptionEffect:
 def _needs(name: str) -> Callable[[TrainConfig], bool]:
     """Whether the estimator takes this input."""
     return lambda config: name in ESTIMATORS[config.chosen_method.estimator].needs
-
-
-def _has_critic(config: TrainConfig) -> bool:
-    return takes_values(config.chosen_method) and not config.exact_values and not _needs("prefix_values")(config)
 
 
 def _has_given_baseline(config: TrainConfig) -> bool:
@@ -80,7 +77,7 @@ _GRAMS = OptionEffect(
 _LORA = OptionEffect(lambda config: config.lora_rank > 0, "adapters: --lora-rank above 0", ("lora_rank",))
 _PROBED = OptionEffect(lambda config: config.probe_every > 0, "probes: --probe-every above 0", ("probe_every",))
 _VALUES = (*_BY_METHOD, "exact_values")
-_CRITIC = OptionEffect(_has_critic, "a method with a critic, such as ppo", _VALUES)
+_CRITIC = OptionEffect(has_critic, "a method with a critic, such as ppo", _VALUES)
 _DRAFTS = OptionEffect(lambda config: config.chosen_method.drafts, "a method with drafts: igrpo", ("method",))
 _PREFIXES = OptionEffect(
     lambda config: _needs("prefix_values")(config) and not config.exact_values,
@@ -106,13 +103,13 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
         "critic_learning_rate": _CRITIC,
         "critic_updates": _CRITIC,
         "critic_clip": OptionEffect(
-            lambda config: _has_critic(config) and config.critic_updates > 1,
+            lambda config: has_critic(config) and config.critic_updates > 1,
             "a critic that makes several updates per step: --critic-updates above 1",
             (*_VALUES, "critic_updates"),
         ),
         "critic_warmup": OptionEffect(
-            lambda config: _has_critic(config) and config.critic_warmup < config.most_steps,
-            "a method with a critic, such as ppo, and more steps than that",
+            lambda config: has_critic(config) and config.critic_warmup < config.most_steps,
+            "a method with a critic, such as ppo, and more steps than --critic-warmup",
             (*_VALUES, "critic_warmup", *_LENGTH),
         ),
         "exact_values": OptionEffect(

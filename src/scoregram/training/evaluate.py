@@ -6,7 +6,7 @@ problems at intervals, which shows how the spectrum changes while the prompts st
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,7 +62,7 @@ class Evaluation:
         """Wilson interval of the accuracy `p` of `n` problems at 95 %.
 
         `(p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n)` with `z = 1.96`. It stays within 0 and 1, and has a width
-        even if all answers are right or all are wrong.
+        even if all answers are right or all are wrong. `nan` without an accuracy.
         """
         n, z = len(self.rewards), NORMAL_QUANTILE
         centre = (self.accuracy + z * z / (2 * n)) / (1 + z * z / n)
@@ -126,7 +126,7 @@ def evaluation_records(
 ) -> list[GroupRecord]:
     """Groups of kind `test` and `test, greedy` with the rewards of an evaluation; `test SPLIT` for a held-out split.
 
-    None if no rollouts were sampled; with `keep_greedy`, the greedy ones even then.
+    Empty if no rollouts were sampled; with `keep_greedy`, the greedy ones even then.
     """
     sampled, greedy = split_kinds(split)
     kinds = {sampled: evaluation.sampled, greedy: tuple((reward,) for reward in evaluation.rewards)}
@@ -275,32 +275,31 @@ class HeldOutProblems:
     config: TrainConfig
     policy: Policy
     task: Task
-    tests: Sequence[Problem]
-    """Problems of an evaluation, besides those of the task's held-out splits."""
     probes: Sequence[Problem]
     """Problems of a probe; empty if the run makes none."""
     optimizer: torch.optim.Optimizer
     """Optimiser of the run; probes read its state."""
-    on_evaluation: Callable[[Sequence[float]], None] | None = None
-    """Called at every evaluation with the rewards of the greedy rollouts, those of held-out splits apart."""
 
     @property
     def are_evaluated(self) -> bool:
         """Whether the run makes evaluations."""
         return self.config.eval_every > 0 or self.config.every_rollouts > 0
 
+    @property
+    def tests(self) -> dict[str, Sequence[Problem]]:
+        """Split → the problems of an evaluation, the test split as ""; empty if the run makes none."""
+        splits = {"": self.task.test, **self.task.held_out} if self.are_evaluated else {}
+        return {split: problems[: self.config.eval_problems] for split, problems in splits.items()}
+
     def evaluation_scalars(self, writer: RunWriter, step: int) -> dict[str, float]:
         """Evaluate on the test problems and on those of each held-out split; returns the scalars `eval/…`."""
         config, scalars = self.config, {}
         sampling = config.sampling(self.task.max_new_tokens)
-        for split, problems in {"": self.tests, **self.task.held_out}.items():
-            tested = problems[: config.eval_problems]
+        for split, tested in self.tests.items():
             stream = seeded_generator(config.seed, f"test {split}".strip(), step)
             found = evaluate(self.policy, self.task, tested, sampling, samples=config.eval_samples, generator=stream)
             kept = {"keep_greedy": config.keep_evidence, "split": split}
             writer.write_groups(step, evaluation_records(step, tested, found, **kept))
-            if self.on_evaluation is not None:
-                self.on_evaluation(found.rewards)
             scalars |= found.scalars(split)
         return scalars
 
@@ -320,7 +319,8 @@ def require_test_problems(config: TrainConfig, task: Task) -> None:
     for option in ("every_rollouts" if config.every_rollouts else "eval_every", "probe_every"):
         if getattr(config, option) and not len(task.test):
             typed = option_name(option)
-            fail(f"train {typed}", f"{task.name} must have test problems", "none", f"Add some, or {typed} 0.")
+            remedy = "Add some." if option == "every_rollouts" else f"Add some, or {typed} 0."
+            fail(f"train {typed}", f"{task.name} must have test problems", "none", remedy)
 
 
 def held_out_problems(
@@ -328,7 +328,6 @@ def held_out_problems(
     policy: Policy,
     task: Task,
     optimizer: torch.optim.Optimizer,
-    on_evaluation: Callable[[Sequence[float]], None] | None = None,
 ) -> HeldOutProblems:
     """The first test problems for evaluations and the last ones for probes.
 
@@ -336,9 +335,9 @@ def held_out_problems(
         ScoregramError: If the prompt of one leaves no room for a whole completion.
     """
     require_test_problems(config, task)
-    tests = task.test[: config.eval_problems]
     probes = task.test[-config.probe_problems :] if config.probe_every else []
-    for problems in (tests, probes):
+    held_out = HeldOutProblems(config, policy, task, probes, optimizer)
+    for problems in (*held_out.tests.values(), probes):
         prompts = [policy.encode_prompt(task.prompt(problem)) for problem in problems]
         refuse_long_prompts(prompts, problems, config.sampling(task.max_new_tokens), policy)
-    return HeldOutProblems(config, policy, task, tests, probes, optimizer, on_evaluation)
+    return held_out

@@ -8,7 +8,7 @@
 | `StepScores` | process rewards: the score of every step | a verifier of the task, or `--step-scores` |
 | `Critic` | values of prefixes, or of prompts, by a network that learns them | a second model, or its head |
 | `LogitEnergies` | energy of the path to a token, `Σ_{s≤t} (1 − 2π_s + Σ_v π_sv²)`, in logits | a forward pass |
-| `ScoreEnergies` | the same in all parameters, `|Σ_{s≤t} ∇log π_s|²` | a row of a Gram per distinct prefix |
+| `ScoreEnergies` | the same in all parameters, `|Σ_{s≤t} ∇log π_s|²` | a row of a Gram per token |
 | `HeadGrams` | a proxy of the Gram of a group: gradients in the last hidden states | a forward pass |
 | `HeadFeatures` | a proxy of the gradient of a token: `(1 − π_t) h_t` | a forward pass |
 | `TokenScores` | the exact gradients of tokens, up to a rotation: a root of their Gram | a row of a Gram per token |
@@ -33,7 +33,7 @@ from scoregram.rollouts import Rollouts, micro_batches
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import greedy_rewards
 from scoregram.training.config import TrainConfig
-from scoregram.training.credit import takes_values
+from scoregram.training.credit import has_critic, takes_values
 from scoregram.training.critic import Critic
 from scoregram.training.input_source import InputSource, StatelessSource, completion_places, text_lengths
 from scoregram.training.methods import Method
@@ -71,7 +71,8 @@ class GreedyRollouts(StatelessSource):
         rewards = greedy_rewards(self.policy, self.task, problems, self.sampling)
         if bool(rewards.isnan().any()):
             remedy = "Pass a reward function that judges every rollout."
-            fail("train", "greedy baselines need a reward for every greedy rollout", "None", remedy)
+            got = f"None for {int(rewards.isnan().sum())} of {len(problems)}"
+            fail("train", "greedy baselines need a reward for every greedy rollout", got, remedy)
         return {"greedy_rewards": rewards}
 
 
@@ -205,7 +206,7 @@ class ScoreEnergies(StatelessSource):
     config: TrainConfig
 
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
-        """`path_energies` `(N, T)`, 0 outside the completion. Equal prefixes are measured once."""
+        """`path_energies` `(N, T)`, 0 outside the completion."""
         mask = rollouts.completion_mask
         rows, places = mask.nonzero(as_tuple=True)
         energies = torch.zeros(mask.shape, dtype=torch.float64)
@@ -350,8 +351,8 @@ def require_inputs(method: Method, config: TrainConfig, task: Task) -> None:
         remedy = "Leave --estimator out, or choose another method."
         requirement = f"{config.method} takes an estimator that needs only the rollouts"
         fail("train --estimator", requirement, method.estimator, remedy)
-    if config.critic_warmup and (not takes_values(method) or config.exact_values or "prefix_values" in needs):
-        remedy = "Leave it out, or train with ppo, ppo-monte-carlo or reinforce-critic."
+    if config.critic_warmup and not has_critic(config):
+        remedy = "Leave it out, or give it to ppo, ppo-monte-carlo or reinforce-critic alone."
         fail("train --critic-warmup", "needs a method with a critic", f"estimator {method.estimator}", remedy)
 
 

@@ -78,7 +78,6 @@ def train(
     *,
     console: Console | None = None,
     on_start: Callable[[], None] | None = None,
-    on_evaluation: Callable[[Sequence[float]], None] | None = None,
 ) -> Trained:
     """Train as the config says and write the run folder.
 
@@ -86,11 +85,11 @@ def train(
         config: The settings.
         console: Where progress is shown; standard output by default.
         on_start: Called once, when all settings have been checked and the run folder is open.
-        on_evaluation: Called at every evaluation with the rewards of greedy test rollouts; an exception ends the run.
 
     Raises:
         ScoregramError: If a setting is invalid, which is checked before the first step, or a prompt is too long.
-        NotFiniteError: If an advantage or a gradient is not finite and `on_not_finite` is `stop`.
+        NotFiniteError: If an advantage or a gradient is not finite and `on_not_finite` is `stop`; also with `skip` if
+            the policy cannot be sampled from.
     """
     if not isinstance(config, TrainConfig):
         fail("train", "config must be a TrainConfig", type(config).__name__, "Pass TrainConfig(…).")
@@ -101,14 +100,13 @@ def train(
         require_same_config(config.out, config.record(), config.may_differ())
         require_metrics(config.out)
     with threads(config.threads), without_cudnn_attention(), one_sampling_warning(config):
-        return _train(config, console, on_start, on_evaluation)
+        return _train(config, console, on_start)
 
 
 def _train(
     config: TrainConfig,
     console: Console | None,
     on_start: Callable[[], None] | None,
-    on_evaluation: Callable[[Sequence[float]], None] | None,
 ) -> Trained:
     """The run itself, from its set-up to the last step."""
     # Set up. Whatever can be wrong with the settings is found here, before the first rollout.
@@ -119,7 +117,7 @@ def _train(
     learner = make_learner(config, policy, task, measures_always=controller.needs_gram)
     space = bytes_for_checkpoint(policy, learner.sources) * checkpoints_to_come(config)
     require_space(config.out, space, caller="train")
-    held_out = held_out_problems(config, policy, task, learner.optimizer, on_evaluation)
+    held_out = held_out_problems(config, policy, task, learner.optimizer)
     require_trackers(config.report_to)
     resumed_parts: list[Resumable] = [*learner.sources, *([controller] if controller.is_active else [])]
     writer, position = open_writer(config, policy, learner.optimizer, resumed_parts)
@@ -297,7 +295,10 @@ def update_policy(
     scalars = reading.scalars | {"loss": loss, "grad_norm": norm, "learning_rate": rate} | policy_scalars(step)
     scalars |= reference_scalars(step, known) | ({} if math.isnan(clipped) else {"clipped_tokens": clipped})
     for source in learner.sources:
-        scalars |= source.learn(rollouts)
+        try:
+            scalars |= source.learn(rollouts)
+        except NotFiniteError as error:
+            failure = failure or error
     update_records = [] if sketch is None else [UpdateRecord(step=number, sketch=sketch)]
     return UpdatedStep(step, reading, scalars, is_recorded, updates, failure, update_records)
 
@@ -330,13 +331,17 @@ def attempt_step(learner: Learner, controller: Controller, drawn: DrawnRollouts,
     that was made.
     """
     config, position, extra = learner.config, drawn.position, None
+    counted: list[Any] = [*drawn.drafts]
     try:
         inputs: dict[str, Tensor] = {}
-        for source in learner.sources:
-            inputs |= source.inputs(position.step, drawn.rollouts, drawn.problems)
+        try:
+            for source in learner.sources:
+                inputs |= source.inputs(position.step, drawn.rollouts, drawn.problems)
+                counted.append(source)
+        finally:
+            extra = extra_rollouts(counted)
+            position = replace(position, rollouts=position.rollouts + (extra or 0))
         inputs |= controller.inputs(drawn.problems)
-        extra = extra_rollouts([*learner.sources, *drawn.drafts])
-        position = replace(position, rollouts=position.rollouts + (extra or 0))
         is_recorded = is_due_at(config, config.measure_every, before, position)
         done = update_policy(learner, position.step, drawn.rollouts, drawn.problems, inputs, is_recorded=is_recorded)
     except NotFiniteError as error:

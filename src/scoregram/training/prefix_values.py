@@ -139,7 +139,8 @@ class PrefixRollouts(StatelessSource):
         rewards = self.task.rewards(each, texts, completion_ids=columns)
         if any(reward is None for reward in rewards):
             remedy = "Pass a reward function that judges every rollout."
-            fail("train", "values of prefixes need a reward for every rollout that continues them", "None", remedy)
+            got = f"None for {sum(reward is None for reward in rewards)} of {len(rewards)}"
+            fail("train", "values of prefixes need a reward for every rollout that continues them", got, remedy)
         return torch.tensor(rewards, dtype=torch.float64).view(len(prefixes), copies)
 
     def parts_in_context(

@@ -78,7 +78,8 @@ def require_metrics(folder: Path) -> None:
     if latest is not None and last < latest[0]:
         requirement = f"{folder / METRICS} must have every step up to the checkpoint of step {latest[0]}"
         remedy = f"Restore it from a copy, or delete {folder} to train the run again."
-        fail("train", requirement, f"a file that ends at step {last}" if last else "a file without a step", remedy)
+        got = f"a file that ends at step {last}" if last else "a file without a step"
+        fail("train", requirement, got if (folder / METRICS).exists() else "no such file", remedy)
 
 
 def open_writer(

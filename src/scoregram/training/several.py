@@ -143,9 +143,9 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_one(config: TrainConfig, *, on_evaluation: Callable[[Sequence[float]], None] | None = None) -> Trained:
+def run_one(config: TrainConfig) -> Trained:
     """Train one run without printing, as `resumable_config` says."""
-    trained = train(resumable_config(config), console=Console(quiet=True), on_evaluation=on_evaluation)
+    trained = train(resumable_config(config), console=Console(quiet=True))
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)  # without a parent, the worker would wait forever for its next run
