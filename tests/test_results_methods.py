@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +55,25 @@ def test_every_method_that_applies_to_a_task_was_run_on_it():
     recorded = json.loads((FOLDER / "setting.json").read_text())["settings"]
     for name in script("packed").table_names():
         assert set(script("run").TASKS[name].methods.split(",")) == set(recorded[name]["methods"])
+
+
+def test_fresh_runs_are_those_that_were_planned():
+    """With the rate, the budget and the test problems of the table, and one start for a seed."""
+    run, packed = script("run"), script("packed")
+    own = packed.records("fresh.jsonl.xz")
+    found = sorted((record["table"], record["label"], record["seed"]) for record in own)
+    planned = [(name, method, seed) for name in run.FRESH for method in run.FRESH[name] for seed in run.FRESH_SEEDS]
+    assert found == sorted(planned)
+    for name, seed in product(run.FRESH, run.FRESH_SEEDS):
+        runs = [record for record in own if (record["table"], record["seed"]) == (name, seed)]
+        assert len({record["start"] for record in runs}) == 1
+        first = next(record for record in packed.records() if record["table"] == name and record["label"] == "grpo")
+        for record in runs:
+            assert record["tests"]["test, greedy"]["problems"] == first["tests"]["test, greedy"]["problems"]
+            differing = {key for key, value in record["settings"].items() if first["settings"][key] != value}
+            assert differing <= {"method", "seed"}
+            sampled = [line["rollouts"] for line in record["lines"]]
+            assert sampled[-1] >= run.TASKS[name].rollouts > sampled[-2]
 
 
 def test_all_methods_of_a_seed_have_the_same_start_and_rate():

@@ -156,6 +156,18 @@ combinations, the mean of the last six, whose credit is per token or step, minus
 are nearly the same as one of these are left out); on `spell_backward` `ppo-whitened` minus `ppo`. Paired by seed, 95 %
 interval.
 """
+REPEATED: Mapping[str, Sequence[str]] = {
+    "stopping": ("mt-grpo", "tl-grpo"),
+    "compositions": ("vineppo", "igrpo"),
+    "arithmetic": ("igrpo",),
+    "rotate_matrix": ("vineppo", "dapo", "agro"),
+    "spell_backward": ("ppo", "ppo-monte-carlo", "reinforce", "reinforce-critic", "vineppo", "igrpo", "agro"),
+}
+"""The 15 losses to `grpo` by both criteria with seeds 0 to 5, which `--fresh` repeats with new seeds.
+
+Planned after the runs of `FRESH` for `vineppo` on `compositions` and `ppo` on `spell_backward`, before those of the
+other 13.
+"""
 FRESH_SEEDS = range(6, 18)
 OWN_CRITIC = ("ppo-whitened", "ppo-monte-carlo", "reinforce-critic")
 """Further methods whose critic has a learning rate of its own, as that of `ppo` in the first comparison."""
@@ -319,6 +331,11 @@ def stored_runs(files: Sequence[Path]) -> set[tuple[str, str, int]]:
     return found
 
 
+def fresh_methods(task: str) -> list[str]:
+    """Methods with fresh seeds on a task, `grpo` first."""
+    return list(dict.fromkeys((FIRST, *FRESH.get(task, ()), *REPEATED[task])))
+
+
 def main() -> None:
     """Train what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -326,14 +343,14 @@ def main() -> None:
     parser.add_argument("--tasks", default="arithmetic,calculator,stopping,compositions")
     parser.add_argument("--methods", default="", help="methods to train; all that apply if not given")
     parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--fresh", action="store_true", help="the methods and seeds of FRESH, on its tasks")
+    parser.add_argument("--fresh", action="store_true", help="the methods of FRESH and REPEATED, with FRESH_SEEDS")
     parser.add_argument("--prepare", action="store_true", help="build starting policies, choose rates, then stop")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--known", type=Path, nargs="*", default=[], help="records whose runs are not trained again")
     given = parser.parse_args()
     known = stored_runs(given.known)
     os.chdir(given.out)
-    names = [*FRESH] if given.fresh else given.tasks.split(",")
+    names = [*REPEATED] if given.fresh else given.tasks.split(",")
     seeds = FRESH_SEEDS if given.fresh else range(given.seeds)
     tiny = [name for name in names if "model" not in TASKS[name].options]
     tuning = [] if Path("rates.json").is_file() else [TUNING_SEED]
@@ -343,7 +360,7 @@ def main() -> None:
         return
     cells = []
     for name in names:
-        chosen = FRESH[name] if given.fresh else given.methods.split(",") if given.methods else []
+        chosen = fresh_methods(name) if given.fresh else given.methods.split(",") if given.methods else []
         methods, out = TASKS[name].labelled(chosen), Path("compare") / name
         config = comparison_config(name, out, seeds=seeds.stop, rate=rates[name], methods=methods)
         write_comparison_setting(config)
