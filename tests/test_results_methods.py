@@ -62,9 +62,10 @@ def test_fresh_runs_are_those_that_were_planned():
     run, packed = script("run"), script("packed")
     own = packed.records("fresh.jsonl.xz")
     found = sorted((record["table"], record["label"], record["seed"]) for record in own)
-    planned = [(name, method, seed) for name in run.FRESH for method in run.FRESH[name] for seed in run.FRESH_SEEDS]
+    labels = {name: run.TASKS[name].labelled(run.fresh_methods(name)).split(",") for name in run.REPEATED}
+    planned = [(name, label, seed) for name in labels for label in labels[name] for seed in run.FRESH_SEEDS]
     assert found == sorted(planned)
-    for name, seed in product(run.FRESH, run.FRESH_SEEDS):
+    for name, seed in product(run.REPEATED, run.FRESH_SEEDS):
         runs = [record for record in own if (record["table"], record["seed"]) == (name, seed)]
         assert len({record["start"] for record in runs}) == 1
         first = next(record for record in packed.records() if record["table"] == name and record["label"] == "grpo")
@@ -219,6 +220,17 @@ def test_runs_of_one_seed_count_as_their_mean():
     )
     found = script("gsm8k").by_seed([one, other, two], "test", "rewards")
     assert list(found) == [0, 1] and found[0].tolist() == [0.5, 1.0] and found[1].tolist() == [0.0, 0.0]
+
+
+def test_the_losses_that_were_repeated_are_those_by_both_criteria():
+    summarise, run, found = script("summarise"), script("run"), {}
+    columns = [*script("packed").table_names()]
+    for line in summarise.overview_table().splitlines()[2:]:
+        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for task, cell in zip(columns, cells, strict=True):
+            if cell.endswith("−*"):
+                found.setdefault(task, set()).add(label)
+    assert found == {task: set(names) for task, names in run.REPEATED.items()}
 
 
 def test_a_mean_of_methods_is_compared_with_grpo_over_seeds():

@@ -6,10 +6,10 @@ from itertools import product
 import numpy as np
 from gsm8k import QWEN_FILES, UNEVEN, by_seed, gsm8k_runs, shown_label
 from packed import comparison, composition_gaps, hundred, level_of, markdown, seed_means
-from run import FIRST, FRESH, FRESH_SEEDS
+from run import FIRST, FRESH, FRESH_SEEDS, REPEATED
 
 from scoregram.bootstrap import t_mean
-from scoregram.compare.intervals import mean_over_problems
+from scoregram.compare.intervals import mean_over_problems, verdict
 from scoregram.compare.results import MethodResult
 from scoregram.compare.table import shown_estimate
 from scoregram.exhibits import Estimate, cell_text
@@ -43,6 +43,8 @@ def contrasts_table() -> str:
         rows.append((task, "ppo-whitened minus ppo", difference(task, "ppo-whitened", "ppo")))
     for names in (UNDIVIDED, UNDIVIDED + UNDIVIDED_FURTHER):
         rows.append(("stopping", f"mean of {', '.join(names)}, minus grpo", mean_difference(names)))
+    for task in ("arithmetic", "compositions", "calculator", "rotate_matrix", "spell_backward"):
+        rows.append((task, "mean of the same nine, minus grpo", mean_difference(UNDIVIDED, task=task)))
     for (task, name), seeds in product(FIRST_LOSSES, (range(3), range(3, 6))):
         what = f"{name} minus grpo, seeds {seeds[0]} to {seeds[-1]}"
         rows.append((task, what, difference(task, name, "grpo", seeds)))
@@ -72,6 +74,18 @@ def planned_table() -> str:
     return markdown(("task", "comparison", "planned", *seeds), cells)
 
 
+def repeated_table() -> str:
+    """The losses to `grpo` by both criteria with the first seeds, and the same differences with fresh ones."""
+    rows = []
+    for task, names in REPEATED.items():
+        for name in names:
+            first = difference(task, name, FIRST)
+            again = difference(task, name, FIRST, FRESH_SEEDS, FRESH_FILE)
+            rows.append((task, name, cell_text(first), cell_text(again), verdict(again)))
+    seeds = f"seeds {FRESH_SEEDS[0]} to {FRESH_SEEDS[-1]}"
+    return markdown(("task", f"minus {FIRST}", "seeds 0 to 5", seeds, f"verdict, {seeds}"), rows)
+
+
 def difference(
     task: str, mine: str, theirs: str, seeds: Collection[int] = range(6), file: str = FIRST_FILE
 ) -> Estimate:
@@ -86,11 +100,12 @@ def difference(
     return shown_estimate(both[0].gain_over(both[1], found.outcome), found.outcome)
 
 
-def mean_difference(names: Sequence[str], file: str = FIRST_FILE) -> Estimate:
-    """Mean of some methods minus `grpo` on `stopping`, over seeds."""
-    found = comparison("stopping", file)
+def mean_difference(names: Sequence[str], file: str = FIRST_FILE, task: str = "stopping") -> Estimate:
+    """Mean of some methods minus `grpo`, over seeds."""
+    found = comparison(task, file)
     means = {method.label: seed_means(method, found.outcome) for method in found.methods}
-    return t_mean([float(np.mean([means[n][s] - means["grpo"][s] for n in names])) for s in means["grpo"]])
+    gains = [float(np.mean([means[n][s] - means[FIRST][s] for n in names])) for s in means[FIRST]]
+    return shown_estimate(t_mean(gains), found.outcome)
 
 
 def level_difference(task: str) -> Estimate:

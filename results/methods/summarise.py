@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from contrasts import contrasts_table, planned_table
+from contrasts import contrasts_table, planned_table, repeated_table
 from gsm8k import QWEN_FILES, gsm8k_table, qwen_spread_table
 from packed import (
     HERE,
@@ -294,6 +294,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "push": push_table,
         "contrasts": contrasts_table,
         "planned": planned_table,
+        "repeated": repeated_table,
         "cost": lambda: cost_table("arithmetic", "calculator", "GSM8K"),
         "every cost": cost_table,
     }
