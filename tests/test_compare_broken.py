@@ -67,7 +67,7 @@ def cut(path: Path, lines: int) -> None:
     [
         (lambda run: cut(run / "metrics.jsonl", 0), "the checkpoint of step 3, got a file without a step."),
         (lambda run: cut(run / "metrics.jsonl", -1), "the checkpoint of step 3, got a file that ends at step 2."),
-        (lambda run: (run / "metrics.jsonl").unlink(), "the checkpoint of step 3, got a file without a step."),
+        (lambda run: (run / "metrics.jsonl").unlink(), "the checkpoint of step 3, got no such file."),
         (lambda run: (run / "config.yaml").unlink(), "must have a config.yaml, got only checkpoints, groups,"),
     ],
     ids=["emptied", "cut", "metrics deleted", "config deleted"],

@@ -7,12 +7,14 @@ import numpy as np
 from packed import Spread, hundred, known, markdown, records, spread_of
 
 from scoregram.bootstrap import t_mean
-from scoregram.compare.intervals import mean_over_problems
+from scoregram.compare.intervals import mean_over_problems, verdict
 from scoregram.exhibits import cell_text
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST
 
 QWEN_FILES = ("gsm8k-qwen.jsonl.xz", "gsm8k-qwen-further.jsonl.xz", "gsm8k-qwen-later.jsonl.xz")
 """The first seven methods and the control; further methods, with `grpo` again."""
+SIGNS = {"better": "+", "worse": "−"}
+"""Verdict on a difference to `grpo` → its mark."""
 UNEVEN = ("igrpo", "vineppo")
 """Methods whose runs on GSM8K do not have the noise of the others, because they make few updates."""
 
@@ -69,9 +71,33 @@ def last_ranks(own: Sequence[Mapping[str, Any]]) -> list[float]:
     return [float(np.mean([ratio for at, ratio in ratios if at == seed])) for seed in sorted({*dict(ratios)})]
 
 
+def qwen_methods() -> list[str]:
+    """Labels of the methods with three seeds on GSM8K, without the control."""
+    return [label for label in gsm8k_runs(*QWEN_FILES, least_seeds=3) if not is_control(label)]
+
+
+def qwen_cells() -> dict[str, str]:
+    """Method → sampled accuracy in percent, with the marks of the table of all methods."""
+    every, runs = qwen_methods(), gsm8k_runs(*QWEN_FILES)
+    tests = {label: by_seed(runs[label], SAMPLED_TEST, "rewards") for label in every}
+    found, cells = qwen_spread(every), {}
+    for label, gain in zip(every, found.gains, strict=True):
+        over = mean_over_problems(np.array([tests[label][seed] - tests["grpo"][seed] for seed in tests[label]]))
+        value = f"{100 * mean_over_problems(stacked(tests[label])).value:.1f}"
+        cells[shown_label(label)] = (
+            value if label == "grpo" else marked(value, verdict(over), bool(abs(gain) > found.half))
+        )
+    return cells
+
+
+def marked(value: str, said: str, survives: bool) -> str:
+    """A value with `+` or `−` if its own interval decides, and `*` if it survives the number of methods."""
+    return f"{value} {SIGNS.get(said, '')}{'*' * survives}".strip()
+
+
 def qwen_spread_table() -> str:
     """How far sampled accuracies on GSM8K must differ if the noise of all methods is pooled, and which do."""
-    every = [label for label in gsm8k_runs(*QWEN_FILES, least_seeds=3) if not is_control(label)]
+    every = qwen_methods()
     even = [label for label in every if label not in UNEVEN]
     apart = qwen_spread(even)
     level = [label for label, gain in zip(even, apart.gains, strict=True) if abs(gain) <= apart.half]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from contrasts import contrasts_table, planned_table, repeated_table
-from gsm8k import QWEN_FILES, gsm8k_table, qwen_spread_table
+from gsm8k import QWEN_FILES, gsm8k_table, marked, qwen_cells, qwen_spread_table
 from packed import (
     HERE,
     Spread,
@@ -66,30 +66,26 @@ def spread(table: str) -> Spread:
 # Tables
 
 
-def mark(table: str, place: int) -> str:
-    """`+` or `−` if the method's own interval excludes 0, `*` if its gain survives the number of methods."""
-    found, gains = comparison(table), spread(table)
-    if not place:
-        return ""
-    said = verdict(found.methods[place].gain_over(found.methods[0], found.outcome))
-    survives = bool(abs(gains.gains[place]) > gains.half)
-    return {"better": "+", "worse": "−"}.get(said, "") + "*" * survives
+def task_cells(table: str) -> dict[str, str]:
+    """Method → accuracy or mean return on a task, with marks for its difference to `grpo`."""
+    found, gains, cells = comparison(table), spread(table), {}
+    for place, method in enumerate(found.methods):
+        value = shown_estimate(method.final(outcome=found.outcome), found.outcome).value
+        shown = f"{value:.{1 if found.outcome.scale == 100 else 3}f}"
+        said = verdict(method.gain_over(found.methods[0], found.outcome))
+        survives = bool(abs(gains.gains[place]) > gains.half)
+        cells[method.label.split(":")[0]] = marked(shown, said, survives) if place else shown
+    return cells
 
 
 def overview_table() -> str:
     """Accuracy or mean return of every method on every task, with marks."""
     names = table_names()
-    cells: dict[str, dict[str, str]] = {}
-    for name in names:
-        found = comparison(name)
-        for place, method in enumerate(found.methods):
-            value = shown_estimate(method.final(outcome=found.outcome), found.outcome).value
-            digits = 1 if found.outcome.scale == 100 else 3
-            label = method.label.split(":")[0]
-            cells.setdefault(label, {})[name] = f"{value:.{digits}f} {mark(name, place)}".strip()
     heads = [f"{name}, {'%' if comparison(name).outcome.scale == 100 else 'return'}" for name in names]
-    order = ["grpo", *(name for name in METHODS if name in cells and name != "grpo")]
-    return markdown(["method", *heads], [[label, *(cells[label].get(name, "") for name in names)] for label in order])
+    columns = [*map(task_cells, names), qwen_cells()]
+    order = ["grpo", *(name for name in METHODS if name != "grpo" and any(name in own for own in columns))]
+    rows = [[label, *(own.get(label, "") for own in columns)] for label in order]
+    return markdown(["method", *heads, "GSM8K, %"], rows)
 
 
 def spread_table() -> str:
