@@ -60,6 +60,15 @@ def test_help_lists_the_commands():
     )
 
 
+def test_ctrl_c_is_one_line_and_the_status_of_a_shell(monkeypatch, capsys):
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Train, "run", interrupted)
+    assert cli.main(["train", "--out", "never-written"]) == 130
+    assert capsys.readouterr().err == "scoregram: interrupted\n"
+
+
 def test_version():
     assert scoregram("version").stdout.strip() == __version__
 

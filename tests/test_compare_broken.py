@@ -248,6 +248,16 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(seconds, policy, tmp_pat
     assert "Traceback" not in said and "Stopped. The same command continues from here" in said
 
 
+def test_ctrl_c_while_the_first_policy_is_built_ends_the_comparison(tmp_path, monkeypatch):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells_module, "load_policy", interrupted)
+    config = CompareConfig(out=tmp_path / "new", methods=METHODS, seeds=1, rollouts=32, device="cpu")
+    status, said = compared(config)
+    assert status == 130 and "Stopped. The same command continues from here" in said
+
+
 def test_the_failure_of_an_earlier_command_is_not_reported_for_a_run_that_did_not_start(copy, policy, monkeypatch):
     config = small(policy, copy, methods=METHODS, seeds=1, rollouts=60, every_rollouts=3)
     old = copy / "runs/rloo/seed-0-failure.txt"

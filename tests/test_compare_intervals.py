@@ -1,15 +1,24 @@
 """Intervals over seeds and problems: Student's, by simulation, and at the ends of what a quantity can be."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import t as student
+from scipy.stats import ttest_rel
 
 from scoregram.bootstrap import t_mean, t_quantile
-from scoregram.compare.intervals import bounded_interval, mean_over_problems, ratio_over_seeds, verdict
-from scoregram.compare.results import MEAN_RETURN, SHARE_ENDS, MethodResult
-from scoregram.exhibits import Estimate
+from scoregram.compare.intervals import (
+    bounded_interval,
+    mean_over_problems,
+    method_noise,
+    ratio_over_seeds,
+    verdict,
+)
+from scoregram.compare.results import MEAN_RETURN, SHARE_ENDS, MethodComparison, MethodResult
+from scoregram.compare.table import accuracy_table, verdict_sentence
+from scoregram.exhibits import Cell, Estimate
 from tests.compare_cases import run_of
 
 
@@ -77,5 +86,93 @@ def test_a_cut_interval_covers_as_often_as_the_whole_one():
     assert math.isnan(bounded_interval(Estimate(0.5), 0.0, 1.0).low)
 
 
+def test_the_noise_of_two_methods_is_that_of_the_paired_t_test():
+    values = np.random.default_rng(0).normal(size=(2, 7)) + np.array([[0.0], [1.0]])
+    low, high = ttest_rel(values[1], values[0]).confidence_interval(0.95)
+    assert method_noise(values).needed_gain == pytest.approx((high - low) / 2, rel=1e-6)
+
+
+def test_method_noise_by_loops():
+    values = np.random.default_rng(3).normal(size=(5, 4)) + 10 * np.random.default_rng(4).normal(size=(5, 1))
+    total = values.mean()
+    squares = [
+        (values[m, s] - np.mean(values[m]) - np.mean(values[:, s]) + total) ** 2 for m in range(5) for s in range(4)
+    ]
+    noise = sum(squares) / (4 * 3)
+    found = method_noise(values)
+    assert found.deviation == pytest.approx(math.sqrt(noise))
+    assert found.needed_gain == pytest.approx(student.ppf(1 - 0.05 / 2 / 4, 12) * math.sqrt(2 * noise / 4), rel=1e-6)
+    moved = method_noise(values + np.array([[5.0, -3.0, 0.0, 1.0]]))  # seeds that are harder for all methods
+    assert moved.needed_gain == pytest.approx(found.needed_gain)
+    for too_few in (values[:1], values[:, :1]):
+        assert math.isnan(method_noise(too_few).needed_gain) and math.isnan(method_noise(too_few).deviation)
+
+
+def test_some_of_many_equal_methods_survives_in_at_most_one_comparison_of_twenty():
+    rng, survived, trials = np.random.default_rng(1), 0, 2000
+    for _ in range(trials):
+        values = 3 * rng.normal(size=(1, 3)) + rng.normal(size=(20, 3))
+        survived += bool((np.abs(values.mean(1) - values.mean(1)[0]) > method_noise(values).needed_gain).any())
+    assert survived / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+
+
 def test_one_seed_tells_nothing():
     assert verdict(mean_over_problems(np.ones((1, 50)))) == "cannot tell"
+
+
+# Many methods
+
+
+LEVELS = {
+    "grpo": [0.80, 0.84, 0.76, 0.80],
+    "far": [0.20, 0.28, 0.24, 0.16],
+    "a": [0.88, 0.76, 0.84, 0.80],
+    "near": [0.70, 0.74, 0.66, 0.70],  # always a tenth behind, which is less than the noise of the others
+    "b": [0.72, 0.92, 0.80, 0.68],
+}
+"""Method → its accuracy with four seeds."""
+
+
+def many_methods(levels: dict[str, list[float]]) -> MethodComparison:
+    methods = [
+        MethodResult(
+            label,
+            [
+                run_of(seed, [int(place < round(200 * level)) for place in range(200)], [0.0, 0.5])
+                for seed, level in enumerate(own)
+            ],
+        )
+        for label, own in levels.items()
+    ]
+    setting = {"task": "toy", "rollouts": 160, "every_rollouts": 80, "batch_size": 64, "seeds": 4, "target": 0.5}
+    return MethodComparison(setting, methods)
+
+
+def verdicts(comparison: MethodComparison) -> list[Cell]:
+    table = accuracy_table(comparison)
+    return [row[table.columns.index("verdict")] for row in table.rows]
+
+
+def test_a_star_marks_what_survives_the_number_of_methods():
+    whole = many_methods(LEVELS)
+    assert whole.needed_gain == pytest.approx(method_noise(np.array([*LEVELS.values()])).needed_gain)
+    assert 0.1 < whole.needed_gain < 0.2
+    assert verdicts(whole) == [None, "worse *", "cannot tell", "worse", "cannot tell"]
+    needed = f"{100 * whole.needed_gain:.1f} points away, which survives a correction for 4 comparisons"
+    assert needed in accuracy_table(whole).caption
+    assert "far beyond the correction for 4 comparisons" in verdict_sentence(whole)
+    assert "none beyond the correction for 3" in verdict_sentence(
+        many_methods({label: own for label, own in LEVELS.items() if label != "far"})
+    )
+
+
+def test_one_comparison_or_one_seed_needs_no_correction():
+    whole = many_methods(LEVELS)
+    pair = replace(whole, methods=whole.methods[:2])
+    alone = replace(whole, methods=[replace(method, runs=method.runs[:1]) for method in whole.methods])
+    headless = replace(whole, methods=[replace(whole.methods[0], runs=[]), *whole.methods[1:]])
+    same = many_methods(dict.fromkeys(LEVELS, [0.5] * 4))  # runs that do not differ show no noise
+    for one in (pair, alone, headless, same):
+        assert math.isnan(one.needed_gain) and "correction" not in accuracy_table(one).caption
+        assert "correction" not in verdict_sentence(one)
+        assert not any(str(word).endswith("*") for word in verdicts(one))

@@ -5,6 +5,8 @@ import importlib.util
 import json
 import math
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,64 @@ def test_every_file_of_measurements_is_listed_with_its_hash(folder):
     lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     assert {line.split("  ")[1] for line in lines if not line.endswith(".py")} == names
     assert not damaged_files(folder)
+
+
+INTERVAL = re.compile(r"([-+−]?\d+(?:\.\d+)?) \[([-−]?\d+(?:\.\d+)?), ([-−]?\d+(?:\.\d+)?)\]")
+"""A number with its interval, as pages print it."""
+
+
+def intervals(text: str) -> list[tuple[str, ...]]:
+    return INTERVAL.findall(text.replace("−", "-"))
+
+
+def is_rounded(short: str, long: str) -> bool:
+    """Whether a number is another one with fewer digits."""
+    digits = len(short.partition(".")[2])
+    return abs(float(short) - float(long)) <= 0.5 * 10**-digits + 1e-9
+
+
+def test_intervals_that_claims_take_from_training_runs_stand_on_the_pages():
+    """The ledger decides by enumeration; what it adds from training runs is text, and must be that of the results."""
+    pages = [ROOT / "docs" / "methods.md", *RESULTS.glob("*/README.md")]
+    shown = {one for path in pages for one in intervals(path.read_text(encoding="utf-8"))}
+    quoted = []
+    for path in (ROOT / "src/scoregram/studies/grpo_rank/claims").glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        quoted += [
+            found
+            for text in texts
+            if "docs/methods.md" in text or "results/credit" in text
+            for found in intervals(text)
+        ]
+    assert len(quoted) >= 10
+    assert [one for one in quoted if not any(all(map(is_rounded, one, other)) for other in shown)] == []
+
+
+def names_from_the_package(script: Path) -> list[tuple[str, str]]:
+    """Module and name of everything that a script imports from scoregram by name."""
+    found = ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+    nodes = [node for node in found if isinstance(node, ast.ImportFrom) and node.module]
+    return [(n.module or "", one.name) for n in nodes for one in n.names if (n.module or "").startswith("scoregram")]
+
+
+def test_scripts_import_what_the_package_has():
+    """A script that is listed with its hash stays as it ran."""
+    hashed = {folder / line.split("  ")[1] for folder in UNSIGNED for line in sums(folder)}
+    scripts = [path for folder in ("results", "benchmarks", "docs/figures") for path in (ROOT / folder).rglob("*.py")]
+    named = [(path, *pair) for path in scripts if path not in hashed for pair in names_from_the_package(path)]
+    lost = [
+        f"{path.relative_to(ROOT)}: from {module} import {name}"
+        for path, module, name in named
+        if find_spec(module) is None or not (hasattr(import_module(module), name) or find_spec(f"{module}.{name}"))
+    ]
+    assert len(named) > 100 and lost == []
+
+
+def sums(folder: Path) -> list[str]:
+    """The lines of a folder's list of hashes."""
+    path = folder / CHECKSUMS
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def test_the_replication_page_shows_the_recorded_tables():

@@ -15,6 +15,9 @@ from scoregram.training.effects import EFFECTS, require_effects
 OTHER_VALUES: dict[str, Any] = {
     "lora_alpha": 16.0,
     "lora_targets": ("q_proj",),
+    "gae_lambda": 0.5,
+    "clip_low": 0.1,
+    "clip_high": 0.3,
     "baseline": 0.5,
     "baseline_decay": 0.5,
     "critic": "head",
@@ -75,6 +78,9 @@ IDLE: dict[str, dict[str, Any]] = {
 ACTIVE: dict[str, dict[str, Any]] = {
     "lora_alpha": {"lora_rank": 4},
     "lora_targets": {"lora_rank": 4},
+    "gae_lambda": {"method": "ppo-whitened"},
+    "clip_low": {"inner_updates": 2},
+    "clip_high": {"method": "tic-length", "inner_updates": 2},
     "baseline": {"method": "reinforce-baseline"},
     "baseline_decay": {"method": "reinforce-baseline"},
     **{name: {"method": "ppo"} for name in ("critic", "critic_learning_rate", "critic_updates")},
@@ -119,6 +125,20 @@ def test_exact_values_take_the_place_of_other_sources(method, option):
     require_effects(TrainConfig(**given))
     with pytest.raises(ScoregramError, match=r"acts only with .*exact-values True\. Leave it out"):
         require_effects(TrainConfig(**given, exact_values=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"method": "ppo-monte-carlo", "gae_lambda": 0.5}, "gae-lambda"),  # its λ is 1
+        ({"method": "mt-grpo", "gae_lambda": 0.5}, "gae-lambda"),  # its λ weighs the outcome
+        ({"method": "tic-length", "clip_low": 0.1, "inner_updates": 2}, "clip-low"),
+        ({"method": "rloo", "clip_high": 0.1, "inner_updates": 2}, "clip-high"),
+    ],
+)
+def test_a_loss_or_an_estimator_without_the_option_refuses_it(settings, option):
+    with pytest.raises(ScoregramError, match=f"^train --{option}: acts only with"):
+        require_effects(TrainConfig(**settings))
 
 
 def test_the_command_line_refuses_it_before_any_work(tmp_path: Path, capsys):

@@ -315,6 +315,10 @@ def test_a_loss_with_a_reference_replaces_that_of_any_method(folder, tmp_path, o
     [
         ({"baseline": math.nan}, "train --baseline: must be finite, got nan"),
         ({"baseline_decay": 1.0}, "train --baseline-decay: must be below 1, got 1.0"),
+        ({"gae_lambda": 1.5}, "train --gae-lambda: must be at most 1, got 1.5"),
+        ({"gae_lambda": float("nan")}, "train --gae-lambda: must be finite and at least 0, got nan"),
+        ({"clip_low": 2.0}, "train --clip-low: must be at most 1, got 2.0"),
+        ({"clip_high": -0.1}, "train --clip-high: must be finite and at least 0, got -0.1"),
         ({"segment_probability": 7.0}, "train --segment-probability: must be at most 1, got 7.0"),
         (
             {"segment_probability": 0.0},

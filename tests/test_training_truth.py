@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from statistics import pvariance
 from typing import Any
 
 import pytest
@@ -173,7 +174,10 @@ def test_the_expected_update_with_exact_values_is_the_gradient(method, options):
     gradient = torch.autograd.grad((chances * rollouts.rewards).sum(), parameters)
     found, expected = (torch.cat([part.flatten() for part in parts]) for parts in (update, gradient))
     assert float((found - expected).norm()) < ROUNDING * float(expected.norm())
-    assert source.extra_rollouts is None and source.learn(rollouts) == {}
+    tokens = [(rewards[row], float(inputs["values"][row, place])) for row, place in rollouts.completion_mask.nonzero()]
+    left, spread = pvariance([reward - value for reward, value in tokens]), pvariance([reward for reward, _ in tokens])
+    assert source.extra_rollouts is None
+    assert source.learn(rollouts) == {"credit/explained_variance": pytest.approx(1 - left / spread, rel=1e-6)}
     if options.get("estimator") == "vineppo":  # the true advantage of every token
         truth = ExactTruth(SolutionValues(policy, task, 1.0, limit)).truth(1, rollouts, [PROBLEM])
         torch.testing.assert_close(credit[rollouts.completion_mask], truth.advantages)

@@ -5,6 +5,7 @@ import math
 import statistics
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import peft
@@ -17,7 +18,8 @@ from scoregram.gram import measure_gram
 from scoregram.objectives import OBJECTIVES
 from scoregram.reading import outcomes_of
 from scoregram.rollouts import Rollouts, concatenated_rollouts
-from scoregram.training.credit import advantages_of, score_weights
+from scoregram.training.config import TrainConfig
+from scoregram.training.credit import advantages_of, credited_step, loss_value, score_weights
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
 from scoregram.training.update import Reference, Updater
 from tests.cases import KeepDouble, build
@@ -104,6 +106,46 @@ def inputs_of(method: Method, rollouts: Rollouts) -> dict[str, Tensor]:
     if "step_ends" in inputs:
         inputs["token_rewards"] = torch.where(ends, (drawn > 0.8).double(), 0.0)
     return inputs
+
+
+def test_ppo_with_another_lambda_is_ppo_with_that_lambda(model, rollouts):
+    """λ = 1 is `ppo-monte-carlo`, 0.95 is `ppo` itself, 0 takes one difference of values."""
+    method = TrainConfig(method="ppo", gae_lambda=1.0).chosen_method
+    inputs = inputs_of(method, rollouts)
+    steps = {
+        name: credited_step(one, 1, rollouts, length=LENGTH, inputs=inputs)
+        for name, one in {
+            "given": method,
+            "own": METHODS["ppo-monte-carlo"],
+            "default": METHODS["ppo"],
+            "spelled out": TrainConfig(method="ppo", gae_lambda=0.95).chosen_method,
+            "0": TrainConfig(method="ppo", gae_lambda=0.0).chosen_method,
+        }.items()
+    }
+    torch.testing.assert_close(steps["given"].credit, steps["own"].credit, rtol=1e-12, atol=0)
+    assert torch.equal(steps["spelled out"].credit, steps["default"].credit)
+    for row, mask in enumerate(rollouts.completion_mask):
+        places = mask.nonzero().flatten().tolist()
+        values = [float(inputs["values"][row, place]) for place in places] + [0.0]
+        gains = [after - before for before, after in pairwise(values)]
+        gains[-1] += float(rollouts.rewards[row])
+        assert steps["0"].credit[row, places].tolist() == pytest.approx(gains)
+
+
+@pytest.mark.parametrize(("side", "moved"), [("clip_low", -0.3), ("clip_high", 0.3)])
+def test_a_clip_that_is_given_decides_which_tokens_keep_their_gradient(rollouts, side, moved):
+    """Every ratio is `exp(±0.3)`: inside a clip of 0.5, outside one of 0.1."""
+    kept = {}
+    for limit in (0.1, 0.5):
+        method = replace(TrainConfig(method="grpo"), **{side: limit}).chosen_method
+        step = credited_step(method, 1, rollouts, length=LENGTH)
+        now = (rollouts.log_probs + moved * rollouts.completion_mask).requires_grad_()
+        loss_value(method, step, now, rollouts.log_probs, length=LENGTH).backward()
+        assert now.grad is not None
+        kept[limit] = now.grad != 0
+    advantages = step.advantages[:, None] * rollouts.completion_mask
+    assert torch.equal(kept[0.5], advantages != 0)
+    assert torch.equal(kept[0.1], advantages < 0 if moved > 0 else advantages > 0)
 
 
 def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: dict[str, Tensor]) -> Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 
 from scoregram import open_run
 from scoregram.policy import PolicyConfig, load_policy
+from scoregram.runs import last_scalar
 from scoregram.tasks import load_task
-from scoregram.training import TrainConfig, last_scalar, run_in_processes
+from scoregram.training import TrainConfig, run_in_processes
 from scoregram.training.supervised import warm_start, write_warm_start
 
 HERE = Path(__file__).parent

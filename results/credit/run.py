@@ -34,9 +34,9 @@ from scoregram.compare.cells import PlannedCell, planned_cells, run_or_explain, 
 from scoregram.compare.results import RunResult
 from scoregram.policy import load_policy
 from scoregram.reading import SAMPLED_TEST, read_run
-from scoregram.runs import open_run
+from scoregram.runs import last_scalar, open_run
 from scoregram.tasks import load_task
-from scoregram.training import TrainConfig, last_scalar, run_in_processes
+from scoregram.training import TrainConfig, run_in_processes
 
 HERE = Path(__file__).parent
 METHODS = {

@@ -1,4 +1,4 @@
-"""The tables of this page and of docs/methods.md, from runs.json, fresh-seeds.json and warm-up.json.
+"""The tables of this page and of docs/methods.md, from runs.json, fresh-seeds.json, warm-up.json and critics.json.
 
 python summarise.py            print the tables
 python summarise.py --write    put them between their marks in README.md and docs/methods.md
@@ -272,6 +272,14 @@ def after_warm_up(record: Mapping[str, Any]) -> float:
     return PERCENT * float(sampled_at(record, np.array([budget() * (1 - WARM_UP_SHARE)]))[0])
 
 
+def critics_table() -> str:
+    """Mean explained variance of nine critics, and of the true values, in the last third of a run."""
+    found = stored("critics.json")["explained_variance_by_third"]
+    heads = ["critic", *(f"{terms} terms" for terms in found)]
+    names = list(next(iter(found.values())))
+    return markdown(heads, [[name, *(f"{found[terms][name][-1]:z.2f}" for terms in found)] for name in names])
+
+
 def signed(found: Estimate) -> str:
     """A difference with its sign."""
     text = cell_text(found)
@@ -309,6 +317,7 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "credit fresh", fresh_table()
     if (HERE / "warm-up.json").is_file():
         yield "credit warm-up", warm_up_table()
+    yield "credit critics", critics_table()
     yield "credit steps", steps_table()
 
 

@@ -95,6 +95,21 @@ def marked(value: str, said: str, survives: bool) -> str:
     return f"{value} {SIGNS.get(said, '')}{'*' * survives}".strip()
 
 
+def qwen_spread_row() -> tuple[str, ...]:
+    """GSM8K's row in the table of all tasks: sampled accuracies."""
+    every, runs = qwen_methods(), gsm8k_runs(*QWEN_FILES)
+    found, names = qwen_spread(every), [shown_label(label) for label in every]
+    (rate,) = {record["settings"]["learning_rate"] for label in every for record in runs[label]}
+    (seeds,) = {len(by_seed(runs[label], SAMPLED_TEST, "rewards")) for label in every}
+    tests = [by_seed(runs[label], SAMPLED_TEST, when) for when in ("before", "rewards") for label in every]
+    start, end = np.array([stacked(one).mean() for one in tests]).reshape(2, -1).mean(axis=1)
+    levels = (f"{100 * start:.1f}", f"{100 * end:.1f}", f"{found.deviation:.1f}", f"{found.p_equal:.2g}")
+    gains = [f"{name} {gain:+.1f}" for name, gain in zip(names, found.gains, strict=True)]
+    behind = ", ".join(shown for shown, gain in zip(gains, found.gains, strict=True) if abs(gain) > found.half)
+    setting = ("GSM8K", "accuracy", str(len(every)), str(seeds), f"{rate:g}")
+    return (*setting, *levels, f"{found.half:.1f}", gains[int(found.gains.argmax())], behind or "none")
+
+
 def qwen_spread_table() -> str:
     """How far sampled accuracies on GSM8K must differ if the noise of all methods is pooled, and which do."""
     every = qwen_methods()

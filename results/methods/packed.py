@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import f as fisher
-from scipy.stats import t as student
 
 from scoregram.advantages import ESTIMATORS
+from scoregram.compare.intervals import method_noise
 from scoregram.compare.results import MethodComparison, MethodResult, RankedOutcome, RunResult
 from scoregram.exhibits import Estimate, Table, cell_text
 from scoregram.reading import RunReading
@@ -111,28 +111,15 @@ class Spread:
 
 
 def spread_of(labels: Sequence[str], values: np.ndarray) -> Spread:
-    """Two-way analysis of variance of `(methods, seeds)` values: methods and seeds add, the rest is noise.
-
-    `s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M−1)(S−1))`. The difference of two methods has the variance `2 s²/S`. All
-    methods lend their seeds to one estimate of the noise, which assumes that it is the same for each. With one seed the
-    noise is not known: `nan`.
-    """
+    """Two-way analysis of variance of `(methods, seeds)` values, with the noise and needed gain of `method_noise`."""
     methods, seeds = values.shape
-    by_method, by_seed = values.mean(1, keepdims=True), values.mean(0, keepdims=True)
-    if seeds == 1:
-        return Spread(labels, (by_method - by_method[0]).ravel(), math.nan, math.nan, math.nan)
-    rest = values - by_method - by_seed + values.mean()
-    degrees = (methods - 1) * (seeds - 1)
-    noise = float((rest * rest).sum()) / degrees
+    pooled, by_method = method_noise(values), values.mean(1)
+    gains, noise = by_method - by_method[0], pooled.deviation**2
+    if math.isnan(noise):
+        return Spread(labels, gains, math.nan, math.nan, math.nan)
     between = seeds * float(((by_method - values.mean()) ** 2).sum()) / (methods - 1)
-    quantile = float(student.ppf(1 - 0.05 / (2 * (methods - 1)), degrees))
-    return Spread(
-        labels,
-        (by_method - by_method[0]).ravel(),
-        quantile * math.sqrt(2 * noise / seeds),
-        float(fisher.sf(between / noise, methods - 1, degrees)) if noise else math.nan,
-        math.sqrt(noise),
-    )
+    p_equal = float(fisher.sf(between / noise, methods - 1, (methods - 1) * (seeds - 1))) if noise else math.nan
+    return Spread(labels, gains, pooled.needed_gain, p_equal, pooled.deviation)
 
 
 def seed_means(method: MethodResult, outcome: RankedOutcome, split: str = "") -> dict[int, float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from contrasts import contrasts_table, planned_table, repeated_table
-from gsm8k import QWEN_FILES, gsm8k_table, marked, qwen_cells, qwen_spread_table
+from gsm8k import QWEN_FILES, gsm8k_table, marked, qwen_cells, qwen_spread_row, qwen_spread_table
 from packed import (
     HERE,
     Spread,
@@ -124,7 +124,7 @@ def spread_table() -> str:
             )
         )
     heads = "task, outcome, methods, seeds, learning rate, start, end, deviation of a run, p equal, needed gain, best"
-    return markdown([*heads.split(", "), "survive"], rows)
+    return markdown([*heads.split(", "), "survive"], [*rows, qwen_spread_row()])
 
 
 def level_table() -> str:

@@ -461,7 +461,7 @@ def require_paths(command: object) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run the command, return the exit status."""
+    """Parse the command line, run the command, return the exit status: 2 for a mistake, 130 after Ctrl-C."""
     try:
         try:
             given = sys.argv[1:] if arguments is None else arguments
@@ -474,6 +474,9 @@ def main(arguments: list[str] | None = None) -> int:
         except ScoregramError as error:
             print(f"scoregram: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("scoregram: interrupted", file=sys.stderr)
+            return 130  # as a shell reports a command that Ctrl-C ended
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

@@ -258,21 +258,21 @@ def train_cells(config: CompareConfig, cells: Sequence[PlannedCell], console: Co
     missing = [cell.config for cell in cells if not cell.is_complete]
     if not missing:
         return True
-    if config.model == "tiny":
-        prepare_tiny(missing, console)
     jobs = min(config.jobs or default_jobs(config), len(missing))
-    with runs_progress(
-        config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
-    ):
-        try:
+    try:
+        if config.model == "tiny":
+            prepare_tiny(missing, console)
+        with runs_progress(
+            config.rollouts * len(cells), lambda: sum(cell.done for cell in cells), unit="rollouts", console=console
+        ):
             if jobs == 1:
                 return all(not run_or_explain(one).interrupted for one in missing)
             return run_in_processes(missing, jobs, run=run_or_explain)
-        except KeyboardInterrupt:  # before the first step of a run, or a second time
-            return False
-        except BrokenProcessPool:
-            console.print("A worker process died; the others stopped after their step.", soft_wrap=True)
-            return True
+    except KeyboardInterrupt:  # while a policy is built, before the first step of a run, or a second time
+        return False
+    except BrokenProcessPool:
+        console.print("A worker process died; the others stopped after their step.", soft_wrap=True)
+        return True
 
 
 def prepare_tiny(missing: Sequence[TrainConfig], console: Console) -> None:

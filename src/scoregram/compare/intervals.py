@@ -3,7 +3,7 @@
 The percentile bootstrap of three seeds is far too narrow. These are t intervals with one degree of freedom less than
 there are seeds; `bootstrap.t_mean` is the mean of one value per seed. Over seeds and problems, the variance is
 clustered by both. A t interval knows no bounds, so `bounded_interval` cuts it off at values that the quantity cannot
-exceed.
+exceed. `method_noise` says how far one of many methods must be from the first.
 
 Reference:
     Cameron, Gelbach & Miller 2011, doi:10.1198/jbes.2010.07136: `V = V_seeds + V_problems − V_cells`.
@@ -11,10 +11,11 @@ Reference:
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from scoregram.bootstrap import t_quantile
+from scoregram.bootstrap import LEVEL, t_quantile
 from scoregram.exhibits import Estimate
 
 BETTER, WORSE, UNRESOLVED = "better", "worse", "cannot tell"
@@ -56,6 +57,35 @@ def mean_over_problems(values: np.ndarray) -> Estimate:
     variance = max(of_seeds + of_problems - of_cells, of_seeds, of_problems)
     half = t_quantile(seeds - 1) * math.sqrt(variance)
     return Estimate(mean, mean - half, mean + half)
+
+
+@dataclass(frozen=True)
+class MethodNoise:
+    """How much runs of one method differ, from the runs of all methods."""
+
+    deviation: float
+    """Standard deviation of one run, once the means of its method and of its seed are subtracted."""
+    needed_gain: float
+    """Least difference to the first method that survives a correction for the number of methods."""
+
+
+def method_noise(values: np.ndarray) -> MethodNoise:
+    """The noise of one run, pooled over `(methods, seeds)` values, and the gain that it makes necessary.
+
+    Methods and seeds add, the rest is noise: `s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M−1)(S−1))`. The difference of two
+    methods has the variance `2 s²/S`, and `needed gain = t √(2 s²/S)` with `(M−1)(S−1)` degrees of freedom, at a level
+    of `1 − 0.05/(M−1)` (Bonferroni): if all methods are equal, one of them is farther from the first with a
+    probability of at most 5 %. All methods lend their seeds to one estimate, which takes the noise as equal for each.
+    With two methods it is the half width of the paired t interval. `nan` for fewer than two methods or seeds.
+    """
+    methods, seeds = values.shape
+    degrees = (methods - 1) * (seeds - 1)
+    if degrees < 1:
+        return MethodNoise(math.nan, math.nan)
+    rest = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0, keepdims=True) + values.mean()
+    noise = float((rest * rest).sum()) / degrees
+    quantile = t_quantile(degrees, 1 - (1 - LEVEL) / (methods - 1))
+    return MethodNoise(math.sqrt(noise), quantile * math.sqrt(2 * noise / seeds))
 
 
 def bounded_interval(estimate: Estimate, least: float, most: float) -> Estimate:

@@ -12,7 +12,7 @@ import numpy as np
 
 from scoregram.bootstrap import t_mean
 from scoregram.checks import fail
-from scoregram.compare.intervals import bounded_interval, mean_over_problems, ratio_over_seeds
+from scoregram.compare.intervals import bounded_interval, mean_over_problems, method_noise, ratio_over_seeds
 from scoregram.exhibits import Cell, Estimate
 from scoregram.reading import GREEDY_TEST, SAMPLED_TEST, RunReading, read_run, split_kinds
 from scoregram.runs import CONFIG_FILE, open_run
@@ -152,9 +152,13 @@ class MethodResult:
         by_seed = {run.seed: run.outcomes(split, outcome) for run in self.runs}
         return np.array([[by_seed[seed][name] for name in problems] for seed in seeds])
 
+    def tested(self, outcome: RankedOutcome, split: str = "") -> dict[int, dict[str, float]]:
+        """Seed → problem → outcome of its last greedy rollout; seeds without one are left out."""
+        return {run.seed: found for run in self.runs if (found := run.outcomes(split, outcome))}
+
     def final(self, split: str = "", outcome: RankedOutcome = ACCURACY) -> Estimate:
         """Mean outcome after the last step, over seeds and problems; the interval is cut off at the outcome's ends."""
-        tested = {run.seed: run.outcomes(split, outcome) for run in self.runs if run.outcomes(split, outcome)}
+        tested = self.tested(outcome, split)
         if not tested:
             return Estimate(math.nan)
         rows = self.outcome_rows(split, outcome, list(tested), shared_problems(tested.values()))
@@ -165,8 +169,8 @@ class MethodResult:
 
         The interval of an accuracy is cut off at 100 points.
         """
-        mine, theirs = ({run.seed: run.outcomes("", outcome) for run in one.runs} for one in (self, other))
-        seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
+        mine, theirs = (one.tested(outcome) for one in (self, other))
+        seeds = [seed for seed in mine if seed in theirs]
         if not seeds:
             return Estimate(math.nan)
         problems = shared_problems([table[seed] for table in (mine, theirs) for seed in seeds])
@@ -253,6 +257,21 @@ class MethodComparison:
         stated = self.setting.get("target")
         target = self.methods[0].final(outcome=self.outcome).value if stated is None else float(stated)
         return math.nan if self.outcome is ACCURACY and not is_accuracy(target) else target
+
+    @cached_property
+    def needed_gain(self) -> float:
+        """Least difference to the first method that survives a correction for the number of methods.
+
+        `method_noise` of the means over the problems and seeds that all tested methods share. `nan` if they share fewer
+        than two seeds, for fewer than three methods (one comparison needs no correction), or if no run differs.
+        """
+        tables = {method: found for method in self.methods if (found := method.tested(self.outcome))}
+        seeds = sorted(set.intersection(*map(set, tables.values()))) if tables else []
+        if len(tables) < 3 or self.methods[0] not in tables or len(seeds) < 2:
+            return math.nan
+        problems = shared_problems([table[seed] for table in tables.values() for seed in seeds])
+        rows = [method.outcome_rows("", self.outcome, seeds, problems) for method in tables]
+        return method_noise(np.mean(rows, axis=2)).needed_gain or math.nan
 
 
 def read_comparison(folder: Path, setting: Mapping[str, Any]) -> MethodComparison:

@@ -32,6 +32,8 @@ COMPARISON_FILE = "compare.json"
 SETTING_TYPES = {"methods": dict, "seeds": int, "rollouts": int, "every_rollouts": int, "batch_size": int}
 """Type of each setting that every version has written into the file of a comparison."""
 
+STAR = " *"
+"""Behind the verdict on a difference that survives the correction for the number of methods."""
 ONE_SEED = "one seed"
 """Verdict on a difference without an interval."""
 
@@ -50,6 +52,9 @@ change in the probability of success. Error is a root mean square in units of re
 of the change in log-probability that the update made (push). If every token gets credit of the same size, filler's \
 share of credit is its share of tokens.
 - measured steps: those of the last third of a run, as in the report of a run.
+- verdict: better or worse if the interval of the difference excludes 0; of 20 equal methods one does so by chance. \
+With a star, the difference is also beyond what one of so many equal methods would reach with a probability of 5 %, \
+by the noise of the runs of all methods (Bonferroni).
 - intervals: 95 %, t distribution over seeds; accuracy over seeds and problems. They are cut off where the quantity \
 cannot be, such as below 0 minutes or beyond 100 points of accuracy; this does not change how often they cover it. \
 That of update signal to noise is whole: the estimate itself may be below 0."""
@@ -149,7 +154,6 @@ def write_comparison_report(folder: Path | str, out: Path | str | None = None) -
 def verdict_sentence(comparison: MethodComparison) -> str:
     """Which methods are better or worse than the first, and which lack runs, in one sentence."""
     (first, *others), outcome = comparison.methods, comparison.outcome
-    digits = 1 if outcome is ACCURACY else 3
     said: dict[str, list[str]] = {BETTER: [], WORSE: [], UNRESOLVED: [], ONE_SEED: []}
     for method in others if first.runs else ():
         if not method.runs:
@@ -158,9 +162,12 @@ def verdict_sentence(comparison: MethodComparison) -> str:
         if math.isnan(gain.value):
             continue
         word = ONE_SEED if math.isnan(gain.low) else verdict(gain)
-        said[word].append(f"{method.label} ({outcome.scale * gain.value:+.{digits}f} {outcome.unit})")
+        said[word].append(f"{method.label} ({shown_gain(gain.value, outcome)})")
     budget = f"{comparison.setting['rollouts']:,} rollouts, {comparison.setting['seeds']} seeds"
     parts = [f"{', '.join(said[word])} {word} than {first.label}" for word in (BETTER, WORSE) if said[word]]
+    if (said[BETTER] or said[WORSE]) and not math.isnan(comparison.needed_gain):
+        kept = [method.label for method in others if marked_verdict(method, comparison).endswith(STAR)]
+        parts.append(f"{', '.join(kept) or 'none'} beyond the correction for {comparisons_made(comparison)}")
     if said[UNRESOLVED]:
         parts.append(f"no significant difference to {first.label} for {', '.join(said[UNRESOLVED])}")
     if said[ONE_SEED]:
@@ -168,6 +175,23 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     if missing := missing_runs(comparison):
         parts.append(missing)
     return f"With {budget}: {'; '.join(parts) or first.label + ' alone'}."
+
+
+def marked_verdict(method: MethodResult, comparison: MethodComparison) -> str:
+    """The verdict on a method, with a star if its difference survives the correction for the number of methods."""
+    gain = method.gain_over(comparison.methods[0], comparison.outcome)
+    word = verdict(gain)
+    return f"{word}{STAR}" if word != UNRESOLVED and abs(gain.value) > comparison.needed_gain else word
+
+
+def comparisons_made(comparison: MethodComparison) -> str:
+    """How many methods with a run are compared with the first one, such as `4 comparisons`."""
+    return f"{sum(bool(method.runs) for method in comparison.methods[1:])} comparisons"
+
+
+def shown_gain(gain: float, outcome: RankedOutcome) -> str:
+    """A difference in the unit of the outcome, such as `+12.5 points` or `-0.041 return`."""
+    return f"{outcome.scale * gain:+.{1 if outcome is ACCURACY else 3}f} {outcome.unit}"
 
 
 def missing_runs(comparison: MethodComparison) -> str:
@@ -188,6 +212,12 @@ def accuracy_caption(comparison: MethodComparison) -> str:
         f"{OUTCOME_CAPTIONS[outcome.name]} 95 % intervals over seeds and problems; differences are paired by seed and "
         "problem. Cannot tell: the interval includes 0, or there is one seed. Extra rollouts: sampled, not trained on."
     ]
+    if not math.isnan(comparison.needed_gain):
+        needed = shown_gain(comparison.needed_gain, outcome).lstrip("+")
+        parts.append(
+            f"With a star: more than {needed} away, which survives a correction for {comparisons_made(comparison)} "
+            "(Bonferroni; noise pooled over methods)."
+        )
     finals = [method.final(outcome=outcome) for method in comparison.methods if method.runs]
     if any(final.low == final.high for final in finals):
         parts.append("An interval without width: all seeds and problems agree, so it cannot say how they vary.")
@@ -212,7 +242,7 @@ def accuracy_table(comparison: MethodComparison) -> Table:
         "seeds": lambda method: len(method.runs),
         outcome.name: final_column("", outcome),
         f"{outcome.unit} over {first.label}": gain_column(first, outcome),
-        "verdict": lambda method: None if method is first else verdict(method.gain_over(first, outcome)),
+        "verdict": lambda method: None if method is first else marked_verdict(method, comparison),
         **({} if outcome is ACCURACY else {"accuracy": final_column("", ACCURACY)}),
         **{f"{outcome.name}, {split}": final_column(split, outcome) for split in comparison.splits},
         **({} if math.isnan(target) else reached),

@@ -25,6 +25,7 @@ LATER_OPTIONS = frozenset(
         *("sampler", "keep_evidence", "baseline", "baseline_decay", "best_of", "drafts", "draft_format"),
         "sampling_temperature",
         *("critic", "critic_learning_rate", "critic_updates", "critic_clip", "critic_warmup"),
+        *("gae_lambda", "clip_low", "clip_high"),
         *("exact_values", "prefix_rollouts", "segments", "segment_tokens", "segment_probability"),
         *("rollouts", "every_rollouts", "credit_truth", "truth_rollouts", "push", "max_turns"),
         *("allocate", "train_problems", "draw", "shrink", "step_scores"),
@@ -87,6 +88,13 @@ class TrainConfig:
     """Replace the advantage estimator of the method."""
     objective: str | None = None
     """Replace the loss of the method."""
+    gae_lambda: float | None = None
+    """λ of generalised advantage estimation, from 0 to 1 (methods such as ppo); 0.95 by default."""
+    clip_low: float | None = None
+    """How far a ratio may fall below 1 before the loss clips it; the loss's own by default. Acts from the second of
+    several --inner-updates on."""
+    clip_high: float | None = None
+    """How far a ratio may rise above 1 before the loss clips it; the loss's own by default."""
 
     baseline: float | None = None
     """Baseline of the estimator `constant`; the running mean of earlier rewards by default."""
@@ -281,7 +289,7 @@ class TrainConfig:
         """Raise if a number is outside its range, whatever the other settings are."""
         for name, least in LEAST.items():
             value = self.starting_group_size if name == "group_size" else getattr(self, name)
-            if not least <= value < float("inf"):
+            if value is not None and not least <= value < float("inf"):
                 remedy = "Choose a larger value." if value < least else "Choose a finite value."
                 fail(f"train {option_name(name)}", f"must be finite and at least {least}", value, remedy)
         if not 0 < self.temperature < float("inf"):
@@ -299,6 +307,10 @@ class TrainConfig:
         if not self.segment_probability > 0:
             remedy = "No token is less likely than 0, so nothing would be cut."
             fail("train --segment-probability", "must be above 0", self.segment_probability, remedy)
+        if self.gae_lambda is not None and self.gae_lambda > 1:
+            fail("train --gae-lambda", "must be at most 1", self.gae_lambda, "0.95 and 1 are common.")
+        if self.clip_low is not None and self.clip_low > 1:
+            fail("train --clip-low", "must be at most 1", self.clip_low, "A ratio is never below 0; 0.2 is common.")
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
@@ -411,11 +423,10 @@ class TrainConfig:
 
     @property
     def chosen_method(self) -> Method:
-        """The method, with estimator and objective replaced where the config replaces them."""
-        row = METHODS[self.method]
-        estimator = row.estimator if self.estimator is None else self.estimator
-        objective = row.objective if self.objective is None else self.objective
-        return replace(row, estimator=estimator, objective=objective)
+        """The method, with what the config replaces: estimator, loss, and their options."""
+        names = ("estimator", "objective", "gae_lambda", "clip_low", "clip_high")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(METHODS[self.method], **given)
 
     @property
     def reference_strength(self) -> float:
@@ -509,6 +520,9 @@ LEAST = {
     "inner_updates": 1,
     "dynamic_rounds": 1,
     "baseline_decay": 0,
+    "gae_lambda": 0,
+    "clip_low": 0,
+    "clip_high": 0,
     "critic_learning_rate": 0,
     "critic_updates": 1,
     "critic_clip": 0,

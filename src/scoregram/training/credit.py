@@ -1,7 +1,8 @@
 """From rewards to token weights: the method's estimator gives the advantages, its loss the weights."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -156,7 +157,7 @@ def credited_step(
         by_token = (
             turn_advantages_of(method.estimator, rollouts)
             if level == "turn"
-            else token_advantages_of(method.estimator, rollouts, given)
+            else token_advantages_of(method.estimator, rollouts, given, options=estimator_options(method))
         )
         lengths = mask.sum(1).clamp(min=1).cpu()
         weights = token_weights_of(method.objective, by_token.to(mask.device), mask, length=length)
@@ -235,7 +236,31 @@ def own_grams(gram: Gram, rollouts: Rollouts) -> GroupGrams:
     return torch.stack([gram.matrix[here, here] for here in rollouts.group_slices()])
 
 
-def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str, Tensor]) -> TokenWeights:
+def estimator_options(method: Method) -> dict[str, float]:
+    """Options of the estimator's function that the method sets."""
+    return {} if method.gae_lambda is None else {"lam": method.gae_lambda}
+
+
+def loss_options(method: Method) -> dict[str, float]:
+    """Options of the loss's function that the method sets."""
+    given = {"eps_low": method.clip_low, "eps_high": method.clip_high}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def takes_lambda(estimator: str) -> bool:
+    """Whether an estimator of the table has the λ of generalised advantage estimation."""
+    row = ESTIMATORS[estimator]
+    return "values" in row.needs and "lam" in signature(row.fn).parameters
+
+
+def takes_clip(objective: str, option: Literal["eps_low", "eps_high"]) -> bool:
+    """Whether a loss of the table clips its ratio on this side, at a place that can be set."""
+    return option in signature(OBJECTIVES[objective].fn).parameters
+
+
+def token_advantages_of(
+    estimator: str, rollouts: Rollouts, inputs: Mapping[str, Tensor], *, options: Mapping[str, Any] | None = None
+) -> TokenWeights:
     """`(N, T)` advantages in float64 on the CPU, 0 outside the completion.
 
     `inputs` are `(N, T)`, features `(N, T, F)`. The reward of a rollout is at its last completion token, unless they or
@@ -253,15 +278,19 @@ def token_advantages_of(estimator: str, rollouts: Rollouts, inputs: Mapping[str,
         rewards = torch.where(is_last, rollouts.rewards.nan_to_num()[:, None], 0.0)
     groups = len(rollouts.group_sizes)
     tables = {name: value.view(groups, -1, *value.shape[1:]) for name, value in {"mask": mask, **given}.items()}
-    return estimate(estimator, rewards.view_as(tables["mask"]).double(), **tables).view(mask.shape)
+    rewards, row = rewards.view_as(tables["mask"]).double(), ESTIMATORS[estimator]
+    if not options:
+        return estimate(estimator, rewards, **tables).view(mask.shape)
+    return row.fn(rewards, **{name: tables[name] for name in ("mask", *row.needs)}, **options).view(mask.shape)
 
 
 def turn_advantages_of(estimator: str, rollouts: Rollouts) -> TokenWeights:
     """`(N, T)` advantages in float64 on the CPU: that of a turn at each of its tokens, 0 outside the completion.
 
     A rollout without turns is one turn. A rollout without a reward is left out, and so is a group in which fewer than
-    `min_group` have one. For an estimator that takes the outcome apart, the rewards of turns do not include it; where
-    an environment gives no outcome, the reward of the rollout is its outcome.
+    `min_group` have one. For an estimator that takes the outcome apart, the rewards of turns do not include it. Without
+    an environment a rollout is one turn, and its reward is the outcome. An environment that never gives an outcome
+    leaves such an estimator with the rewards of turns.
 
     Raises:
         NotFiniteError: If an advantage is not finite.
@@ -409,7 +438,7 @@ def loss_value(
         "length": length,
         **({} if reference is None else reference_inputs(step.rollouts, reference, beta)),
     }
-    return row.fn(**{name: inputs[name] for name in row.needs})
+    return row.fn(**{name: inputs[name] for name in row.needs}, **loss_options(method))
 
 
 def loss_coefficients(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from scoregram.advantages import ESTIMATORS
 from scoregram.errors import fail, option_name
 from scoregram.training.config import TrainConfig
-from scoregram.training.credit import compares_with_reference, has_critic, takes_values
+from scoregram.training.credit import compares_with_reference, has_critic, takes_clip, takes_lambda, takes_values
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,21 @@ EFFECTS: Mapping[str, OptionEffect] = MappingProxyType(
     {
         "lora_alpha": _LORA,
         "lora_targets": _LORA,
+        "gae_lambda": OptionEffect(
+            lambda config: takes_lambda(config.chosen_method.estimator),
+            "a method with generalised advantages, such as ppo",
+            _BY_METHOD,
+        ),
+        "clip_low": OptionEffect(
+            lambda config: config.inner_updates > 1 and takes_clip(config.chosen_method.objective, "eps_low"),
+            "a loss that clips low ratios, and --inner-updates above 1",
+            ("method", "objective", "inner_updates"),
+        ),
+        "clip_high": OptionEffect(
+            lambda config: config.inner_updates > 1 and takes_clip(config.chosen_method.objective, "eps_high"),
+            "a loss that clips high ratios, and --inner-updates above 1",
+            ("method", "objective", "inner_updates"),
+        ),
         "baseline": OptionEffect(
             _has_given_baseline, "a method with a constant baseline: reinforce-baseline", _BY_METHOD
         ),

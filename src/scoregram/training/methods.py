@@ -22,6 +22,12 @@ class Method:
     """Sample drafts first; the rollouts of the step refine the best draft of their prompt."""
     branches: bool = False
     """Whether a group is several candidates for one turn of one episode, instead of several episodes."""
+    gae_lambda: float | None = None
+    """λ of generalised advantage estimation; None for the estimator's own."""
+    clip_low: float | None = None
+    """How far a ratio may fall below 1 before the loss clips it; None for the loss's own."""
+    clip_high: float | None = None
+    """How far a ratio may rise above 1; None for the loss's own."""
     about: str
 
 

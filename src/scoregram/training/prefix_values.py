@@ -18,6 +18,7 @@ from scoregram.rollouts import Rollouts
 from scoregram.tasks import Problem, Task
 from scoregram.training.collect import seeded_generator
 from scoregram.training.config import TrainConfig
+from scoregram.training.critic import rewards_to_come, value_loss
 from scoregram.training.input_source import StatelessSource, completion_places, text_lengths
 
 ROWS_SAMPLED_AT_ONCE = 512
@@ -260,6 +261,8 @@ class ExactValues(StatelessSource):
     values: SolutionValues
     segments: Segments | None
     """None for an estimator without segments."""
+    latest: Tensor | None = None
+    """`(N, T)` values of the latest step."""
 
     def inputs(self, number: int, rollouts: Rollouts, problems: Sequence[Problem]) -> dict[str, Tensor]:
         """`values` and `prefix_values`, the same `(N, T)`, `baselines` `(P,)`, and `segment_starts` `(N, T)`."""
@@ -267,9 +270,18 @@ class ExactValues(StatelessSource):
         table = torch.zeros(rollouts.input_ids.shape, dtype=torch.float64)
         for row, places in enumerate(completion_places(rollouts)):
             table[row, places] = torch.tensor(values[row][:-1], dtype=torch.float64)
+        self.latest = table
         baselines = torch.tensor([values[here.start][0] for here in rollouts.group_slices()], dtype=torch.float64)
         found = {"values": table, "prefix_values": table, "baselines": baselines}
         return found if self.segments is None else found | {"segment_starts": self.segments.starts(rollouts, problems)}
+
+    def learn(self, rollouts: Rollouts) -> dict[str, float]:
+        """Nothing to learn; returns how much of the rewards the true values explain: the limit of a critic."""
+        assert self.latest is not None
+        returns = rewards_to_come(rollouts).cpu()
+        counted = rollouts.completion_mask.cpu() & ~returns.isnan()
+        found = value_loss(self.latest, self.latest, returns.nan_to_num(), counted, 0.0)
+        return {"credit/explained_variance": found.explained_variance}
 
 
 def matching_tokens(completion: Sequence[int], solution: Sequence[int], stops: set[int]) -> int:
