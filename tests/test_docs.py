@@ -81,7 +81,12 @@ def commands(page: str) -> Iterator[list[str]]:
             continue
 
 
-COMMANDS = ("claims", "lab", "train", "measure", "bench", "replicate", "verify", "report", "version")
+COMMANDS = (
+    *("claims", "lab", "train", "compare", "measure", "bench", "replicate", "verify", "report", "version"),
+    *("advise", "demo", "filter", "view", "whatif"),
+)
+METHOD_TO_ADD = "mean-tic"
+"""The example of CONTRIBUTING.md, which tests/test_contributing.py adds."""
 PLACEHOLDERS = {"…", "...", "--help"}
 
 
@@ -102,6 +107,8 @@ def scoregram_commands(page: str) -> list[list[str]]:
 def test_commands_are_understood(page, capsys):
     refused = []
     for words in scoregram_commands(page):
+        if any(METHOD_TO_ADD in word for word in words):
+            continue
         try:
             command = cli.parsed_command([word for word in words if word not in PLACEHOLDERS])
             if isinstance(command, cli.Train):
