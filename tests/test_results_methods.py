@@ -222,6 +222,20 @@ def test_runs_of_one_seed_count_as_their_mean():
     assert list(found) == [0, 1] and found[0].tolist() == [0.5, 1.0] and found[1].tolist() == [0.0, 0.0]
 
 
+def test_runs_with_another_lambda_are_those_of_the_table_but_for_it():
+    packed = script("packed")
+    table = {
+        (record["table"], record["seed"]): record for record in packed.records() if record["label"] == "ppo-whitened"
+    }
+    own = packed.records("lambda.jsonl.xz")
+    places = [(record["table"], record["seed"]) for record in own]
+    assert sorted(places) == sorted(product(("spell_backward", "arithmetic"), range(6)))
+    for record, place in zip(own, places, strict=True):
+        assert record["label"] == "ppo-whitened:gae_lambda=1" and record["settings"] == table[place]["settings"]
+        assert record["start"] == table[place]["start"]
+        assert record["tests"]["test, greedy"]["problems"] == table[place]["tests"]["test, greedy"]["problems"]
+
+
 def test_the_losses_that_were_repeated_are_those_by_both_criteria():
     summarise, run, found = script("summarise"), script("run"), {}
     columns = [*script("packed").table_names(), "GSM8K"]

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 from gsm8k import QWEN_FILES, UNEVEN, by_seed, gsm8k_runs, shown_label
-from packed import comparison, composition_gaps, hundred, level_of, markdown, seed_means
+from packed import comparison, composition_gaps, hundred, level_of, markdown, packed_run, records, seed_means
 from run import FIRST, FRESH, FRESH_SEEDS, REPEATED
 
 from scoregram.bootstrap import t_mean
@@ -26,6 +26,8 @@ FIRST_LOSSES = (
 )
 """Task and method of the losses by both criteria with seeds 0 to 2."""
 FIRST_FILE, FRESH_FILE = "runs.jsonl.xz", "fresh.jsonl.xz"
+LAMBDA_FILE = "lambda.jsonl.xz"
+"""`ppo-whitened:gae_lambda=1` with the seeds of the table."""
 
 
 def contrasts_table() -> str:
@@ -84,6 +86,20 @@ def repeated_table() -> str:
             rows.append((task, name, cell_text(first), cell_text(again), verdict(again)))
     seeds = f"seeds {FRESH_SEEDS[0]} to {FRESH_SEEDS[-1]}"
     return markdown(("task", f"minus {FIRST}", "seeds 0 to 5", seeds, f"verdict, {seeds}"), rows)
+
+
+def lambda_table() -> str:
+    """`ppo-whitened` with λ = 1: its outcome, and its difference to the same method with λ = 0.95 and to `grpo`."""
+    rows = []
+    for task in ("spell_backward", "arithmetic"):
+        found = comparison(task)
+        runs = [packed_run(record) for record in records(LAMBDA_FILE) if record["table"] == task]
+        mine = MethodResult("ppo-whitened, λ = 1", runs)
+        others = {method.label: method for method in found.methods}
+        cells = [mine.final(outcome=found.outcome)]
+        cells += [mine.gain_over(others[name], found.outcome) for name in ("ppo-whitened", FIRST)]
+        rows.append((task, str(len(runs)), *(cell_text(shown_estimate(cell, found.outcome)) for cell in cells)))
+    return markdown(("task", "seeds", "at the end", "minus ppo-whitened", f"minus {FIRST}"), rows)
 
 
 def difference(

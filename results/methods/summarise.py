@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from contrasts import contrasts_table, planned_table, repeated_table
+from contrasts import contrasts_table, lambda_table, planned_table, repeated_table
 from gsm8k import QWEN_FILES, gsm8k_table, marked, qwen_cells, qwen_spread_row, qwen_spread_table
 from packed import (
     HERE,
@@ -291,6 +291,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "contrasts": contrasts_table,
         "planned": planned_table,
         "repeated": repeated_table,
+        "lambda": lambda_table,
         "cost": lambda: cost_table("arithmetic", "calculator", "GSM8K"),
         "every cost": cost_table,
     }
