@@ -5,6 +5,7 @@ import math
 import statistics
 from contextlib import nullcontext
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +20,18 @@ from scoregram.objectives import OBJECTIVES
 from scoregram.reading import outcomes_of
 from scoregram.rollouts import Rollouts, concatenated_rollouts
 from scoregram.training.config import TrainConfig
-from scoregram.training.credit import advantages_of, credited_step, loss_value, score_weights
+from scoregram.training.credit import (
+    advantages_of,
+    compares_with_reference,
+    credited_step,
+    estimator_options,
+    loss_options,
+    loss_value,
+    score_weights,
+    takes_clip,
+)
 from scoregram.training.methods import METHODS, REFERENCE_STRENGTHS, Method
-from scoregram.training.update import Reference, Updater
+from scoregram.training.update import Reference, Updater, gram_inputs
 from tests.cases import KeepDouble, build
 from tests.naive import discriminative_tokens_by_hand
 
@@ -146,6 +156,25 @@ def test_a_clip_that_is_given_decides_which_tokens_keep_their_gradient(rollouts,
     advantages = step.advantages[:, None] * rollouts.completion_mask
     assert torch.equal(kept[0.5], advantages != 0)
     assert torch.equal(kept[0.1], advantages < 0 if moved > 0 else advantages > 0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_takes_no_such_option_is_unchanged_by_it(name, model, rollouts):
+    """As in a comparison, which gives an option to all of its methods: `--gae-lambda 0.5 --clip-high 1e-6`."""
+    own = METHODS[name]
+    given = TrainConfig(method=name, gae_lambda=0.5, clip_low=1e-6, clip_high=1e-6, group_size=SIZE).chosen_method
+    if ESTIMATORS[own.estimator].level == "turn":
+        assert estimator_options(given) == {}
+    elif own.estimator not in ("gae", "gae-whitened"):
+        inputs, steps, gram = inputs_of(own, rollouts), [], measure_gram(model, *gram_inputs(rollouts))
+        if not compares_with_reference(own.objective):
+            steps = [credited_step(one, 1, rollouts, length=LENGTH, gram=gram, inputs=inputs) for one in (own, given)]
+            assert torch.equal(steps[0].credit, steps[1].credit)
+        if steps and not takes_clip(own.objective, "eps_high"):
+            now = rollouts.log_probs + 0.3 * rollouts.completion_mask
+            values = [loss_value(m, steps[0], now, rollouts.log_probs, length=LENGTH) for m in (own, given)]
+            assert float(values[0]) == float(values[1])
+    assert loss_options(given).keys() <= signature(OBJECTIVES[own.objective].fn).parameters.keys()
 
 
 def token_advantages_by_definition(method: Method, rollouts: Rollouts, inputs: dict[str, Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ exact values in place of a critic: what they explain is the limit.
 import argparse
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ from run import HERE, SHARED
 from scoregram.compare import CompareConfig
 from scoregram.compare.cells import run_or_explain
 from scoregram.policy import load_policy
-from scoregram.runs import open_run
+from scoregram.runs import last_scalar, open_run
 from scoregram.tasks import load_task
 from scoregram.training import TrainConfig, run_in_processes
 
@@ -54,19 +53,9 @@ def configs(out: Path) -> dict[int, dict[str, TrainConfig]]:
     return found
 
 
-def lines(config: TrainConfig) -> list[Mapping[str, Any]]:
-    """The steps of a run; none if it was not trained."""
-    return list(open_run(config.out).metrics()) if (config.out / "metrics.jsonl").is_file() else []
-
-
-def is_complete(config: TrainConfig) -> bool:
-    """Whether the budget is used up."""
-    return bool(found := lines(config)) and found[-1]["rollouts"] >= config.rollouts
-
-
 def explained(config: TrainConfig) -> list[float]:
     """Mean explained variance in each third of the steps that have one."""
-    values = [line["credit/explained_variance"] for line in lines(config) if line["step"] > 0]
+    values = [line["credit/explained_variance"] for line in open_run(config.out).metrics() if line["step"] > 0]
     known = [value for value in values if value is not None]
     ends = [round(len(known) * part / 3) for part in range(4)]
     return [round(mean(known[begin:end]), 4) for begin, end in pairwise(ends)]
@@ -89,7 +78,7 @@ def main() -> None:
     for own in runs.values():
         config = next(iter(own.values()))
         load_policy(replace(config.policy, seed=SEED), load_task(config.task, seed=SEED))
-    missing = [one for own in runs.values() for one in own.values() if not is_complete(one)]
+    missing = [one for own in runs.values() for one in own.values() if last_scalar(one.out, "rollouts") < one.rollouts]
     run_in_processes(missing, given.workers, run=run_or_explain)
 
 

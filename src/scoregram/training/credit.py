@@ -43,6 +43,8 @@ LOSS_INPUTS = frozenset(
 )
 """Loss inputs that the trainer can supply."""
 
+ClipOption = Literal["eps_low", "eps_high"]
+"""Options of a loss that clips a ratio."""
 PROMPT_WEIGHTS = "prompt_weights"
 """Name of the input with the weights of the prompts."""
 
@@ -236,15 +238,16 @@ def own_grams(gram: Gram, rollouts: Rollouts) -> GroupGrams:
     return torch.stack([gram.matrix[here, here] for here in rollouts.group_slices()])
 
 
-def estimator_options(method: Method) -> dict[str, float]:
-    """Options of the estimator's function that the method sets."""
-    return {} if method.gae_lambda is None else {"lam": method.gae_lambda}
+def estimator_options(method: Method) -> dict[str, float | None]:
+    """Options of the estimator's function that the method sets; a comparison sets them also where none is taken."""
+    is_set = method.gae_lambda is not None and takes_lambda(method.estimator)
+    return {"lam": method.gae_lambda} if is_set else {}
 
 
 def loss_options(method: Method) -> dict[str, float]:
-    """Options of the loss's function that the method sets."""
-    given = {"eps_low": method.clip_low, "eps_high": method.clip_high}
-    return {name: value for name, value in given.items() if value is not None}
+    """Options of the loss's function that the method sets; a comparison sets them also where none is taken."""
+    given: dict[ClipOption, float | None] = {"eps_low": method.clip_low, "eps_high": method.clip_high}
+    return {name: value for name, value in given.items() if value is not None and takes_clip(method.objective, name)}
 
 
 def takes_lambda(estimator: str) -> bool:
@@ -253,7 +256,7 @@ def takes_lambda(estimator: str) -> bool:
     return "values" in row.needs and "lam" in signature(row.fn).parameters
 
 
-def takes_clip(objective: str, option: Literal["eps_low", "eps_high"]) -> bool:
+def takes_clip(objective: str, option: ClipOption) -> bool:
     """Whether a loss of the table clips its ratio on this side, at a place that can be set."""
     return option in signature(OBJECTIVES[objective].fn).parameters
 

@@ -276,7 +276,7 @@ class ExactValues(StatelessSource):
         return found if self.segments is None else found | {"segment_starts": self.segments.starts(rollouts, problems)}
 
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """Nothing to learn; returns how much of the rewards the true values explain: the limit of a critic."""
+        """Returns how much of the rewards the true values explain, over all tokens: the limit of a critic."""
         assert self.latest is not None
         returns = rewards_to_come(rollouts).cpu()
         counted = rollouts.completion_mask.cpu() & ~returns.isnan()
