@@ -158,10 +158,10 @@ def test_a_star_marks_what_survives_the_number_of_methods():
     assert whole.needed_gain == pytest.approx(method_noise(np.array([*LEVELS.values()])).needed_gain)
     assert 0.1 < whole.needed_gain < 0.2
     assert verdicts(whole) == [None, "worse *", "cannot tell", "worse", "cannot tell"]
-    needed = f"{100 * whole.needed_gain:.1f} points away, which survives a correction for 4 comparisons"
+    needed = f"{100 * whole.needed_gain:.1f} points, the needed gain for 4 comparisons"
     assert needed in accuracy_table(whole).caption
-    assert "far beyond the correction for 4 comparisons" in verdict_sentence(whole)
-    assert "none beyond the correction for 3" in verdict_sentence(
+    assert "still so after a correction for 4 comparisons: far;" in verdict_sentence(whole)
+    assert "still so after a correction for 3 comparisons: none;" in verdict_sentence(
         many_methods({label: own for label, own in LEVELS.items() if label != "far"})
     )
 
@@ -173,6 +173,6 @@ def test_one_comparison_or_one_seed_needs_no_correction():
     headless = replace(whole, methods=[replace(whole.methods[0], runs=[]), *whole.methods[1:]])
     same = many_methods(dict.fromkeys(LEVELS, [0.5] * 4))  # runs that do not differ show no noise
     for one in (pair, alone, headless, same):
-        assert math.isnan(one.needed_gain) and "correction" not in accuracy_table(one).caption
+        assert math.isnan(one.needed_gain) and "needed gain" not in accuracy_table(one).caption
         assert "correction" not in verdict_sentence(one)
         assert not any(str(word).endswith("*") for word in verdicts(one))

@@ -53,8 +53,8 @@ of the change in log-probability that the update made (push). If every token get
 share of credit is its share of tokens.
 - measured steps: those of the last third of a run, as in the report of a run.
 - verdict: better or worse if the interval of the difference excludes 0; of 20 equal methods one does so by chance. \
-With a star, the difference is also beyond what one of so many equal methods would reach with a probability of 5 %, \
-by the noise of the runs of all methods (Bonferroni).
+A star: the difference also exceeds the needed gain. Of so many equal methods, any exceeds it with a probability of \
+at most 5 % (Bonferroni; the noise of a run is pooled over all methods).
 - intervals: 95 %, t distribution over seeds; accuracy over seeds and problems. They are cut off where the quantity \
 cannot be, such as below 0 minutes or beyond 100 points of accuracy; this does not change how often they cover it. \
 That of update signal to noise is whole: the estimate itself may be below 0."""
@@ -167,7 +167,7 @@ def verdict_sentence(comparison: MethodComparison) -> str:
     parts = [f"{', '.join(said[word])} {word} than {first.label}" for word in (BETTER, WORSE) if said[word]]
     if (said[BETTER] or said[WORSE]) and not math.isnan(comparison.needed_gain):
         kept = [method.label for method in others if marked_verdict(method, comparison).endswith(STAR)]
-        parts.append(f"{', '.join(kept) or 'none'} beyond the correction for {comparisons_made(comparison)}")
+        parts.append(f"still so after a correction for {comparisons_made(comparison)}: {', '.join(kept) or 'none'}")
     if said[UNRESOLVED]:
         parts.append(f"no significant difference to {first.label} for {', '.join(said[UNRESOLVED])}")
     if said[ONE_SEED]:
@@ -215,8 +215,8 @@ def accuracy_caption(comparison: MethodComparison) -> str:
     if not math.isnan(comparison.needed_gain):
         needed = shown_gain(comparison.needed_gain, outcome).lstrip("+")
         parts.append(
-            f"With a star: more than {needed} away, which survives a correction for {comparisons_made(comparison)} "
-            "(Bonferroni; noise pooled over methods)."
+            f"*: the difference exceeds {needed}, the needed gain for {comparisons_made(comparison)} (Bonferroni; "
+            "noise pooled over methods)."
         )
     finals = [method.final(outcome=outcome) for method in comparison.methods if method.runs]
     if any(final.low == final.high for final in finals):

@@ -308,9 +308,9 @@ class TrainConfig:
             remedy = "No token is less likely than 0, so nothing would be cut."
             fail("train --segment-probability", "must be above 0", self.segment_probability, remedy)
         if self.gae_lambda is not None and self.gae_lambda > 1:
-            fail("train --gae-lambda", "must be at most 1", self.gae_lambda, "0.95 and 1 are common.")
+            fail("train --gae-lambda", "must be at most 1", self.gae_lambda, "Choose from 0 to 1, such as 0.95.")
         if self.clip_low is not None and self.clip_low > 1:
-            fail("train --clip-low", "must be at most 1", self.clip_low, "A ratio is never below 0; 0.2 is common.")
+            fail("train --clip-low", "must be at most 1", self.clip_low, "Choose from 0 to 1, such as 0.2.")
         if self.baseline_decay >= 1:
             remedy = "0.9 averages over about ten steps."
             fail("train --baseline-decay", "must be below 1", self.baseline_decay, remedy)
